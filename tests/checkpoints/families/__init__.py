@@ -1,0 +1,13 @@
+"""All families by name."""
+
+from __future__ import annotations
+
+from ..family import Family
+from . import flux, pixart, qwen_image, stable_diffusion
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for module in (qwen_image, flux, stable_diffusion, pixart)
+    for family in vars(module).values()
+    if isinstance(family, Family)
+}

@@ -1,0 +1,55 @@
+"""Qwen-Image: a joint transformer conditioned on Qwen2.5-VL."""
+
+from ..autoencoders import qwen_image_autoencoder
+from ..encoders import HIDDEN_SIZE, qwen25_vl
+from ..family import NEGATIVE_PROMPT, text_to_image
+from ..tokens import qwen2_tokenizer
+
+
+@text_to_image(
+    "QwenImagePipeline",
+    negative_prompt=NEGATIVE_PROMPT,
+    true_cfg_scale=4.0,
+    max_sequence_length=64,
+)
+def qwen_image():
+    """Guidance is `true_cfg_scale`; `guidance_scale` serves guidance-distilled models only."""
+    from diffusers import QwenImagePipeline
+
+    tokenizer = qwen2_tokenizer()
+    return QwenImagePipeline(
+        scheduler=qwen_image_scheduler(),
+        vae=qwen_image_autoencoder(),
+        text_encoder=qwen25_vl(tokenizer),
+        tokenizer=tokenizer,
+        transformer=qwen_image_transformer(),
+    )
+
+
+def qwen_image_scheduler():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        base_shift=0.5,
+        max_image_seq_len=8192,
+        max_shift=0.9,
+        shift_terminal=0.02,
+        use_dynamic_shifting=True,
+    )
+
+
+def qwen_image_transformer():
+    """Takes the 4 latent channels of a 2 x 2 patch as one token of 16."""
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=HIDDEN_SIZE,
+        axes_dims_rope=(8, 4, 4),
+    )
