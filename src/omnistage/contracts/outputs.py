@@ -1,0 +1,70 @@
+"""What a caller gets back. Internal objects end here; the server renders these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from omnistage.contracts.errors import OmniError
+from omnistage.contracts.modalities import Modality
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+
+
+class FinishReason(StrEnum):
+    """How a request ended. Exactly one of them, exactly once."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, kw_only=True)
+class OmniProgress:
+    """`step` of `total_steps` of stage `stage_id` is done."""
+
+    stage_id: int
+    step: int
+    total_steps: int
+
+
+@dataclass(slots=True, kw_only=True)
+class OmniRequestOutput:
+    """One event of a request's stream, or, from `Omni.generate`, its whole result.
+
+    `finished` marks the terminal event; `partial` data that a later event continues or replaces.
+    `images` are PIL images (uint8), `tensors` arrays by name (float32 (n, height, width, 3) under
+    "images" for `output_type` "np", (n, 3, height, width) for "pt", latents for "latent").
+    `stage_durations` maps stage name to seconds. On failure `error` is set and nothing else is.
+    """
+
+    request_id: str
+    prompt: Any = None
+    stage_id: int | None = None
+    replica_id: int | None = None
+    child_index: int = 0
+    output_index: int = 0
+    modality: Modality | None = None
+    partial: bool = False
+    finished: bool = False
+    finish_reason: FinishReason | None = None
+    images: list[Image] = field(default_factory=list)
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    text: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    progress: OmniProgress | None = None
+    stage_durations: dict[str, float] = field(default_factory=dict)
+    peak_memory_mb: float | None = None
+    error: OmniError | None = None
+
+    @property
+    def error_status_code(self) -> int | None:
+        return self.error.status if self.error else None
+
+    @property
+    def error_type(self) -> str | None:
+        return self.error.type if self.error else None

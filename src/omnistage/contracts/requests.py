@@ -1,0 +1,45 @@
+"""A request as the engine holds it: identity, inputs with their modality, parameters per stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from omnistage.contracts.identity import RequestIdentity
+from omnistage.contracts.modalities import Modality
+from omnistage.contracts.payloads import StageData
+from omnistage.contracts.sampling import SamplingParams
+
+
+class OmniPrompt(TypedDict, total=False):
+    """The dictionary form of a prompt.
+
+    `multi_modal_data` maps "image", "audio" or "video" to one item or a list: images are
+    `PIL.Image.Image` or uint8 arrays of shape (height, width, 3 or 4).
+    """
+
+    prompt: str
+    negative_prompt: str
+    multi_modal_data: dict[str, Any]
+
+
+PromptLike = str | OmniPrompt
+
+
+@dataclass(slots=True, kw_only=True)
+class OmniRequest:
+    """One admitted request.
+
+    `inputs` is the first payload of the entry stage, `sampling_params` has one entry a stage in
+    stage order. With `streaming_input` more payloads follow (`append_input`) until `end_input`.
+    `num_children` asks for independent children (`n` of a token pipeline), merged in child order.
+    """
+
+    identity: RequestIdentity
+    inputs: StageData
+    sampling_params: tuple[SamplingParams, ...]
+    output_modalities: frozenset[Modality] | None = None
+    streaming_input: bool = False
+    num_children: int = 1
+    prompt: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)

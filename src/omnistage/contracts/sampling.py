@@ -1,0 +1,118 @@
+"""Sampling parameters: what a caller may ask of a stage, by kind of stage.
+
+Parameters are sparse: None means "the model's default", which the deploy configuration or the
+pipeline's own signature supplies. Nothing downstream re-defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from omnistage.contracts.errors import InvalidRequestError
+
+
+class OmniDiffusionSamplingParams(
+    msgspec.Struct, kw_only=True, tag="diffusion", omit_defaults=True, forbid_unknown_fields=True
+):
+    """Parameters of a diffusion stage. Names are those of `diffusers` pipelines.
+
+    `latents`, `audio_latents` and `image_latent` take numpy arrays or torch tensors; `sigmas` and
+    `timesteps` lists of floats; sizes are pixels, `fps` frames a second. `seed` makes a CPU
+    `torch.Generator` per request; output i of `num_outputs_per_prompt` draws from the same
+    generator after output i-1, as `diffusers` does for one generator.
+    `extra_args` are passed to the pipeline's call unchanged and checked against its signature.
+    """
+
+    # text and output
+    max_sequence_length: int | None = None
+    do_classifier_free_guidance: bool | None = None
+    output_type: str | None = None
+    quality: str | None = None
+    # batch
+    num_outputs_per_prompt: int = 1
+    seed: int | None = None
+    generator_device: str | None = None
+    # latents
+    latents: Any = None
+    audio_latents: Any = None
+    image_latent: Any = None
+    # shape
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    # schedule
+    timesteps: list[float] | None = None
+    sigmas: list[float] | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    guidance_rescale: float | None = None
+    true_cfg_scale: float | None = None
+    cfg_normalize: bool | None = None
+    strength: float | None = None
+    boundary_ratio: float | None = None
+    eta: float | None = None
+    scheduler: str | None = None
+    """Class name of a compatible `diffusers` scheduler, built from the model's own config."""
+    flow_shift: float | None = None
+    # memory
+    vae_tiling: bool | None = None
+    vae_slicing: bool | None = None
+    # everything else the pipeline's call accepts
+    extra_args: dict[str, Any] = {}
+
+    TENSOR_FIELDS = ("latents", "audio_latents", "image_latent")
+
+
+class OmniTokenSamplingParams(
+    msgspec.Struct, kw_only=True, tag="token", omit_defaults=True, forbid_unknown_fields=True
+):
+    """Parameters of a token stage. Names and meanings are those of OpenAI's and vLLM's APIs."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    extra_args: dict[str, Any] = {}
+
+
+class GenericParams(
+    msgspec.Struct, kw_only=True, tag="generic", omit_defaults=True, forbid_unknown_fields=True
+):
+    """Parameters of a stage of any other kind: passed to its runtime as they are."""
+
+    extra_args: dict[str, Any] = {}
+
+
+SamplingParams = OmniDiffusionSamplingParams | OmniTokenSamplingParams | GenericParams
+
+
+def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> SamplingParams:
+    """Fill what the caller left open from `defaults`; the caller's own values always win.
+
+    Raises `InvalidRequestError` when a default names no field.
+    """
+    changes: dict[str, Any] = {}
+    unset = {f.name: f.default for f in msgspec.structs.fields(params)}
+    for name, value in defaults.items():
+        if name == "extra_args":
+            changes["extra_args"] = {**value, **params.extra_args}
+        elif name not in unset:
+            raise InvalidRequestError(f"default sampling parameter {name!r} does not exist")
+        elif getattr(params, name) == unset[name]:
+            changes[name] = value
+    return msgspec.structs.replace(params, **changes)
