@@ -20,7 +20,7 @@ SIZE_LIMIT_BYTES = 1_500_000
 
 @pytest.fixture(scope="module")
 def pictures():
-    """`picture(name, seed, **changes)`: the family's call as a (C, H, W) tensor in [0, 1]."""
+    """`picture(name, seed, **changes)`: what the family's call gives as a tensor (C, H, W)."""
     from diffusers import DiffusionPipeline
 
     pipelines = {}
@@ -43,14 +43,14 @@ def test_picture_is_loud_and_depends_on_every_input(name, pictures):
     image = pictures(name)
     assert image.isfinite().all()
     assert image.std() >= 0.05
-    assert ((image > 0) & (image < 1)).float().mean() > 0.5, "mostly clipped"
+    assert ((image == 0) | (image == 1)).float().mean() < 0.5, "mostly clipped"
     assert torch.equal(image, pictures(name))
     changes = [{"seed": 1}, {"prompt": "the blue dog under a tree"}]
     if "negative_prompt" in FAMILIES[name].call:
         changes.append({"negative_prompt": "a bad house"})
     for change in changes:
         difference = (image - pictures(name, **change)).abs().max()
-        assert difference > 1e-3, change
+        assert difference > 0.02, change
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,13 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import (
-        CLIPTokenizer,
-        GemmaTokenizer,
-        LlamaTokenizer,
-        Qwen2Tokenizer,
-        T5Tokenizer,
-    )
+    import transformers
 
 WORDS = (
     "a an and at bad blue blurry by cat dog flower for house image in is low of on over quality "
@@ -50,7 +44,7 @@ Vocabulary = dict[str, int]
 Merges = list[tuple[str, str]]
 
 
-def clip_tokenizer(max_length: int = 77) -> CLIPTokenizer:
+def clip_tokenizer(max_length: int = 77) -> transformers.CLIPTokenizer:
     from transformers import CLIPTokenizer
 
     end = "</w>"
@@ -62,14 +56,11 @@ def clip_tokenizer(max_length: int = 77) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=max_length)
 
 
-def qwen2_tokenizer(max_length: int = 1024) -> Qwen2Tokenizer:
+def qwen2_tokenizer(max_length: int = 1024) -> transformers.Qwen2Tokenizer:
     """Qwen 2, 2.5-VL and 3: byte-level, ChatML template, padded with `<|endoftext|>`."""
     from transformers import AddedToken, Qwen2Tokenizer
 
-    at_line_start = [*WORDS.split(), "Describe"]
-    after_space = [f"Ġ{word}" for word in f"{WORDS} {QWEN_IMAGE_INSTRUCTION_WORDS}".split()]
-    spellings = [list(word) for word in at_line_start + after_space]
-    vocabulary, merges = _bpe(_byte_alphabet(), spellings)
+    vocabulary, merges = _byte_level_bpe()
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -84,7 +75,7 @@ def qwen2_tokenizer(max_length: int = 1024) -> Qwen2Tokenizer:
     return tokenizer
 
 
-def t5_tokenizer(max_length: int = 512, sentinels: int = 10) -> T5Tokenizer:
+def t5_tokenizer(max_length: int = 512, sentinels: int = 10) -> transformers.T5Tokenizer:
     """Unigram pieces `▁word` before single characters, then the sentinels `<extra_id_N>`."""
     from transformers import T5Tokenizer
 
@@ -95,7 +86,7 @@ def t5_tokenizer(max_length: int = 512, sentinels: int = 10) -> T5Tokenizer:
     return T5Tokenizer(vocab=pieces, extra_ids=sentinels, model_max_length=max_length)
 
 
-def gemma_tokenizer(max_length: int = 1024) -> GemmaTokenizer:
+def gemma_tokenizer(max_length: int = 1024) -> transformers.GemmaTokenizer:
     from transformers import GemmaTokenizer
 
     vocabulary, merges = _sentencepiece_bpe(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"])
@@ -108,13 +99,48 @@ def gemma_tokenizer(max_length: int = 1024) -> GemmaTokenizer:
     )
 
 
-def llama_tokenizer(max_length: int = 1024) -> LlamaTokenizer:
+def llama_tokenizer(max_length: int = 1024) -> transformers.LlamaTokenizer:
     from transformers import LlamaTokenizer
 
     vocabulary, merges = _sentencepiece_bpe(["<unk>", "<s>", "</s>"])
     return LlamaTokenizer(
         vocab=vocabulary, merges=merges, pad_token="</s>", model_max_length=max_length
     )
+
+
+def glm_tokenizer(max_length: int = 1024) -> transformers.PreTrainedTokenizerFast:
+    """Known by no class of its own: all it is stands in `tokenizer.json`. Padded on the left."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(*_byte_level_bpe()))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=max_length,
+    )
+
+
+def bert_tokenizer(max_length: int = 77) -> transformers.BertTokenizer:
+    from transformers import BertTokenizer
+
+    symbols = string.ascii_lowercase + string.digits + string.punctuation
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *symbols]
+    pieces += [f"##{symbol}" for symbol in symbols] + [
+        word for word in WORDS.split() if word != "a"
+    ]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    return BertTokenizer(vocab=vocabulary, model_max_length=max_length)
+
+
+def _byte_level_bpe() -> tuple[Vocabulary, Merges]:
+    at_line_start = [*WORDS.split(), "Describe"]
+    after_space = [f"Ġ{word}" for word in f"{WORDS} {QWEN_IMAGE_INSTRUCTION_WORDS}".split()]
+    return _bpe(_byte_alphabet(), [list(word) for word in at_line_start + after_space])
 
 
 def _byte_alphabet() -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -22,29 +23,35 @@ def seeded_pipeline(assemble: Callable[[], DiffusionPipeline]) -> DiffusionPipel
         torch.manual_seed(0)
         pipeline = assemble()
     for name, component in pipeline.components.items():
-        if isinstance(component, torch.nn.Module):
+        if isinstance(component, nn.Module):
             randomize(component.eval(), seed=crc32(name.encode()))
     return pipeline
 
 
 @torch.no_grad()
-def randomize(module: torch.nn.Module, seed: int) -> None:
+def randomize(module: nn.Module, seed: int) -> None:
     """Overwrite all parameters, so that no output layer, gate or modulation stays at zero.
 
-    Matrices and kernels keep the variance of their input (std `fan_in ** -0.5`), the scales of
-    norms lie about 1 and biases about 0. The libraries' own initialisation would give near-zero
-    residual branches (adaLN-Zero) and pictures of almost one colour, in which errors hide.
+    Matrices have std `(2 / fan_in) ** 0.5`, since what they multiply has mostly passed a SiLU or
+    GELU, and convolutions, whose inputs are normalized, half that variance; an embedding, looked
+    up and not multiplied, has std 1. The scales of norms lie about 1, biases about 0.
+
+    The libraries' own initialisation would give near-zero residual branches (adaLN-Zero) and
+    pictures of almost one colour, in which errors hide.
     Tied parameters are visited once and remain tied.
     """
     generator = torch.Generator().manual_seed(seed)
+    looked_up = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if _is_vector(parameter):
             mean = 1.0 if name.endswith(("weight", "gamma")) else 0.0
             parameter.copy_(mean + 0.1 * noise)
+        elif id(parameter) in looked_up:
+            parameter.copy_(noise)
         else:
-            fan_in = parameter[0].numel()
-            parameter.copy_(noise * fan_in**-0.5)
+            gain = 2 if parameter.ndim == 2 else 1
+            parameter.copy_(noise * (gain / parameter[0].numel()) ** 0.5)
 
 
 def _is_vector(parameter: torch.Tensor) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..family import Family
-from . import flux, pixart, qwen_image, stable_diffusion
+from . import cross_attention, flux, joint_attention, qwen_image, stable_diffusion
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for module in (qwen_image, flux, stable_diffusion, pixart)
+    for module in (qwen_image, flux, stable_diffusion, cross_attention, joint_attention)
     for family in vars(module).values()
     if isinstance(family, Family)
 }

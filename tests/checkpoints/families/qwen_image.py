@@ -1,8 +1,8 @@
-"""Qwen-Image: a joint transformer conditioned on Qwen2.5-VL."""
+"""Qwen-Image and its editor: a joint transformer conditioned on Qwen2.5-VL."""
 
 from ..autoencoders import qwen_image_autoencoder
 from ..encoders import HIDDEN_SIZE, qwen25_vl
-from ..family import NEGATIVE_PROMPT, text_to_image
+from ..family import NEGATIVE_PROMPT, image_to_image, text_to_image
 from ..tokens import qwen2_tokenizer
 
 
@@ -18,15 +18,48 @@ def qwen_image():
 
     tokenizer = qwen2_tokenizer()
     return QwenImagePipeline(
-        scheduler=qwen_image_scheduler(),
+        scheduler=_scheduler(),
         vae=qwen_image_autoencoder(),
         text_encoder=qwen25_vl(tokenizer),
         tokenizer=tokenizer,
-        transformer=qwen_image_transformer(),
+        transformer=_transformer(),
     )
 
 
-def qwen_image_scheduler():
+@image_to_image(
+    "QwenImageEditPipeline",
+    negative_prompt=NEGATIVE_PROMPT,
+    true_cfg_scale=4.0,
+    num_inference_steps=3,
+    height=64,
+    width=128,
+)
+def qwen_image_edit():
+    """Enlarges any image to 1 Mpx, hence an autoencoder of 32 x 32 and 260 tokens for it.
+
+    The processor, which feeds the vision tower, shrinks the image again.
+    """
+    from diffusers import QwenImageEditPipeline
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    tokenizer = qwen2_tokenizer()
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=84 * 84),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    )
+    return QwenImageEditPipeline(
+        scheduler=_scheduler(),
+        vae=qwen_image_autoencoder(levels=5, base_dim=1),
+        text_encoder=qwen25_vl(tokenizer),
+        tokenizer=tokenizer,
+        processor=processor,
+        transformer=_transformer(),
+    )
+
+
+def _scheduler():
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(
@@ -39,7 +72,7 @@ def qwen_image_scheduler():
     )
 
 
-def qwen_image_transformer():
+def _transformer():
     """Takes the 4 latent channels of a 2 x 2 patch as one token of 16."""
     from diffusers import QwenImageTransformer2DModel
 
