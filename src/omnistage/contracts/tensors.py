@@ -94,7 +94,7 @@ def host_tensor(value: Any) -> HostTensor:
             raise InvalidRequestError(
                 f"arrays of dtype {value.dtype} cannot be sent; allowed: {', '.join(ITEM_BYTES)}"
             )
-        array = np.ascontiguousarray(value)
+        array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
         shape = value.shape
         return HostTensor(value.dtype.name, tuple(shape), _flat_bytes(array), array)
     if type(value).__module__.split(".")[0] == "torch":
