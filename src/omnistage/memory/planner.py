@@ -1,0 +1,256 @@
+"""Makes the plan of one module from its class, its configuration and its files' headers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.contracts.errors import CheckpointError, ConfigurationError
+from omnistage.memory.checkpoint import Checkpoint, StoredTensor, read_checkpoint
+from omnistage.memory.names import and_more, with_nearest
+from omnistage.memory.plan import LoadPlan, Skeleton, SourceKind, TensorSource
+from omnistage.memory.renaming import is_ignored, rename, wanted_float32
+from omnistage.memory.skeleton import WEIGHT_STEMS, library_of, read_config
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def plan_module(
+    cls: type,
+    folder: Path,
+    *,
+    config: Any = None,
+    component: str = "model",
+    dtype: str = "auto",
+    device: str = "cpu",
+    variant: str | None = None,
+) -> LoadPlan:
+    """Plan one `diffusers` or `transformers` model that lies in `folder`.
+
+    Loads nothing. `config` replaces the folder's `config.json`; `dtype` is one of `DTYPES`, where
+    "auto" means float32 on the CPU and the checkpoint's own elsewhere. Raises `CheckpointError`
+    naming the file or keys.
+    """
+    if config is None:
+        config = read_config(cls, folder)
+    checkpoint = component_checkpoint(cls, folder, variant)
+    dtype = resolve_dtype(dtype, device, [checkpoint])
+    return plan_tensors(cls, config, checkpoint, component=component, dtype=dtype, device=device)
+
+
+def component_checkpoint(cls: type, folder: Path, variant: str | None = None) -> Checkpoint:
+    """The headers of the files that this class's own loader would take from `folder`."""
+    library = library_of(cls)
+    if library is None:
+        raise CheckpointError(f"{cls.__name__} is no model class of diffusers or transformers")
+    return read_checkpoint(
+        folder,
+        stem=WEIGHT_STEMS[library],
+        variant=variant,
+        index_first=library == "diffusers",
+    )
+
+
+def resolve_dtype(requested: str, device: str, checkpoints: Iterable[Checkpoint]) -> str:
+    """`requested`, or for "auto" float32 on the CPU and elsewhere the floating dtype that most
+    stored bytes have: one for all, as models of one pipeline hand tensors to each other."""
+    if requested not in DTYPES:
+        raise ConfigurationError(f"dtype {requested!r} is unknown; allowed: {', '.join(DTYPES)}")
+    if requested != "auto":
+        return requested
+    if device == "cpu":
+        return "float32"
+    stored: Counter[str] = Counter()
+    for checkpoint in checkpoints:
+        for tensor in checkpoint.tensors.values():
+            if tensor.dtype in DTYPES:
+                stored[tensor.dtype] += tensor.nbytes
+    return stored.most_common(1)[0][0] if stored else "float32"
+
+
+def plan_tensors(
+    cls: type, config: Any, checkpoint: Checkpoint, *, component: str, dtype: str, device: str
+) -> LoadPlan:
+    """Match a skeleton of `cls` with a checkpoint, name by name. `dtype` is a resolved one.
+
+    Raises `CheckpointError` naming missing keys, unexpected keys and shapes that differ.
+    """
+    skeleton = Skeleton(cls, config, checkpoint.folder, dtype)
+    module = skeleton.look()
+    sharded = len(checkpoint.files) > 1
+    renaming = rename(module, checkpoint.tensors, sharded=sharded)
+    state = module.state_dict(keep_vars=True)
+    stored, ignored = _match(module, state, renaming.names, checkpoint)
+    if renaming.converted:
+        sources = _library_sources(module, state, device)
+    else:
+        sources = _sources(module, state, stored, dtype, device)
+        _check(checkpoint, component, module, state, stored, sources)
+    return LoadPlan(
+        component=component,
+        cls=type(module),
+        library=str(library_of(cls)),
+        folder=checkpoint.folder,
+        device=device,
+        dtype=dtype,
+        sources=sources,
+        variant=checkpoint.variant,
+        ignored_keys=ignored,
+        skeleton=skeleton,
+    )
+
+
+def _match(
+    module: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    names: Mapping[str, str],
+    checkpoint: Checkpoint,
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The stored tensor of each name (also of unknown names), and the keys that nobody wants."""
+    stored: dict[str, StoredTensor] = {}
+    ignored = []
+    for key, name in names.items():
+        if name not in state and is_ignored(module, name):
+            ignored.append(key)
+        elif name in stored:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {stored[name].key!r} and {key!r} are both {name!r} of a "
+                f"{type(module).__name__}"
+            )
+        else:
+            stored[name] = checkpoint.tensors[key]
+    return stored, tuple(ignored)
+
+
+def _sources(
+    module: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    dtype: str,
+    device: str,
+) -> dict[str, TensorSource]:
+    """Sources of all names but those that nothing provides."""
+    present = {name: stored[name] for name in state if name in stored}
+    float32 = wanted_float32(module, present, dtype)
+    diffusers = library_of(type(module)) == "diffusers"
+    sources = {}
+    for name, tensor in present.items():
+        wanted = _name(state[name].dtype)
+        if name in float32:
+            wanted = "float32"
+        elif diffusers and _is_floating(tensor.dtype):
+            wanted = dtype  # diffusers casts whatever dtype the parameter was made with
+        sources[name] = TensorSource(
+            kind=SourceKind.CHECKPOINT,
+            shape=tensor.shape,
+            dtype=wanted,
+            device=device,
+            file=tensor.file,
+            key=tensor.key,
+            offset_bytes=tensor.offset_bytes,
+            stored_dtype=tensor.dtype,
+        )
+    for name, owner in _ties(module, state, present).items():
+        sources[name] = TensorSource(
+            kind=SourceKind.TIED,
+            shape=sources[owner].shape,
+            dtype=sources[owner].dtype,
+            device=device,
+            tied_to=owner,
+        )
+    return sources | _computed(module, state, device)
+
+
+def _ties(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], present: Mapping[str, StoredTensor]
+) -> dict[str, str]:
+    """For names without a stored tensor, the name whose tensor they share: because one module has
+    both names, or because the model's class ties them."""
+    owners = {id(state[name]): name for name in present}
+    ties = {
+        name: owners[id(tensor)]
+        for name, tensor in state.items()
+        if name not in present and id(tensor) in owners
+    }
+    declared = getattr(module, "all_tied_weights_keys", None) or {}
+    for target, source in declared.items():
+        group = {source, *(other for other, to in declared.items() if to == source)}
+        owner = next((name for name in sorted(group) if name in present), None)
+        if owner is not None:
+            ties |= {name: owner for name in (target, source) if name not in present}
+    return ties
+
+
+def _computed(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], device: str
+) -> dict[str, TensorSource]:
+    return {
+        name: TensorSource(
+            kind=SourceKind.COMPUTED,
+            shape=tuple(buffer.shape),
+            dtype=_name(buffer.dtype),
+            device=device,
+        )
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if name not in state
+    }
+
+
+def _library_sources(
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], device: str
+) -> dict[str, TensorSource]:
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    sources = {
+        name: TensorSource(
+            kind=SourceKind.TIED if name in tied else SourceKind.LIBRARY,
+            shape=tuple(tensor.shape),
+            dtype=_name(tensor.dtype),
+            device=device,
+            tied_to=tied.get(name),
+        )
+        for name, tensor in state.items()
+    }
+    return sources | _computed(module, state, device)
+
+
+def _check(
+    checkpoint: Checkpoint,
+    component: str,
+    module: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    sources: Mapping[str, TensorSource],
+) -> None:
+    problems = []
+    missing = [name for name in state if name not in sources]
+    unexpected = [tensor.key for name, tensor in stored.items() if name not in state]
+    shapes = [
+        f"{name} (stored {list(stored[name].shape)}, wanted {list(tensor.shape)})"
+        for name, tensor in state.items()
+        if name in stored and stored[name].shape != tuple(tensor.shape)
+    ]
+    if missing:
+        problems.append(f"missing {with_nearest(missing, unexpected)}")
+    if unexpected:
+        problems.append(f"unexpected {with_nearest(unexpected, missing or list(state))}")
+    if shapes:
+        problems.append(f"of another shape {and_more(shapes)}")
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not fit {component} ({type(module).__name__}): "
+            f"{'; '.join(problems)}; config.json and the weight files belong to different models, "
+            "or the download is incomplete"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_floating(dtype: str) -> bool:
+    return "float" in dtype

@@ -1,0 +1,127 @@
+"""Modules without weights: parameters on the meta device, computed buffers real.
+
+Built by `accelerate.init_empty_weights`, since building under `torch.device("meta")` would lose
+what a module computes in its constructor (rotary tables and the like).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.contracts.errors import (
+    CheckpointError,
+    OmniError,
+    UnsupportedCombinationError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHT_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+"""How each library names the weight files of a model."""
+
+# `init_empty_weights` and `torch.set_default_dtype` act on the whole process.
+_building = threading.Lock()
+
+
+def library_of(cls: type) -> str | None:
+    """Whose model class this is: "diffusers", "transformers", or None when it is no such model."""
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    if issubclass(cls, ModelMixin):
+        return "diffusers"
+    return "transformers" if issubclass(cls, PreTrainedModel) else None
+
+
+def read_config(cls: type, folder: Path) -> Any:
+    """The component's configuration as its library reads it.
+
+    Raises `CheckpointError` when `config.json` is missing or malformed and
+    `UnsupportedCombinationError` when it asks for quantization.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder / 'config.json'} is missing; {cls.__name__} needs it")
+    try:
+        if library_of(cls) == "diffusers":
+            config = cls.load_config(folder)
+            quantization = config.get("quantization_config")
+        else:
+            config = _config_class(cls, folder).from_pretrained(folder, local_files_only=True)
+            quantization = getattr(config, "quantization_config", None)
+    except OmniError:
+        raise
+    except Exception as error:  # the file is the user's: what a library raises for it varies
+        raise CheckpointError(
+            f"{folder / 'config.json'} is no configuration of {cls.__name__}: {error}"
+        ) from error
+    if quantization:
+        raise UnsupportedCombinationError(
+            f"{folder} is a quantized checkpoint; only unquantized ones can be loaded yet"
+        )
+    return config
+
+
+def build_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn.Module:
+    """An instance in evaluation mode whose parameters are empty, on the meta device.
+
+    `dtype` is what its floating parameters will have (buffers that a class computes in the default
+    dtype get it now). Weights are not tied yet. Raises `CheckpointError` when the class refuses the
+    configuration.
+    """
+    import torch
+    from accelerate import init_empty_weights
+
+    library = library_of(cls)
+    with _building, ExitStack() as contexts:
+        contexts.enter_context(_default_dtype(getattr(torch, dtype)))
+        contexts.enter_context(init_empty_weights(include_buffers=False))
+        try:
+            if library == "diffusers":
+                module = cls.from_config(config)
+                module.register_to_config(_name_or_path=str(folder))
+            else:
+                module = _transformers_skeleton(cls, config, folder, dtype)
+        except OmniError:
+            raise
+        except Exception as error:  # as above: the configuration is the user's
+            raise CheckpointError(
+                f"{folder / 'config.json'} does not describe a {cls.__name__}: {error}"
+            ) from error
+    return module.eval()
+
+
+def _transformers_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn.Module:
+    import torch
+    from transformers.initialization import no_init_weights
+
+    config.name_or_path = str(folder)
+    with no_init_weights():
+        module = cls._from_config(config, dtype=getattr(torch, dtype))
+    if module.can_generate() and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return module
+
+
+def _config_class(cls: type, folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return cls.config_class or AutoConfig
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
