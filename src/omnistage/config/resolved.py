@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omnistage.config.pipeline import PipelineConfig, StageConfig
@@ -68,8 +68,9 @@ class ResolvedStage:
     """All that a replica's process needs to know, besides its replica id.
 
     `process` groups stages: equal names share one process per replica index, "inline" is the
-    engine's own. `devices` has one entry a rank ("cpu", "cuda:0"). `output_window` is how many
-    outputs of one child may be unacknowledged. `memory_budget_gib` None means "what is free".
+    engine's own. `devices` has one entry a rank ("cpu", "cuda:0"), for each replica in turn or once
+    for all of them: `for_replica` picks. `output_window` is how many outputs of one child may be
+    unacknowledged. `memory_budget_gib` None means "what is free".
     """
 
     stage: StageConfig
@@ -102,6 +103,12 @@ class ResolvedStage:
     @property
     def name(self) -> str:
         return self.stage.name
+
+    def for_replica(self, replica_id: int) -> ResolvedStage:
+        """The same stage with just the devices of one replica, one a rank."""
+        ranks = self.parallel.world_size
+        first = replica_id * ranks if len(self.devices) > ranks else 0
+        return replace(self, devices=self.devices[first : first + ranks])
 
 
 @dataclass(frozen=True, kw_only=True)

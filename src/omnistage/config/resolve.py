@@ -1,0 +1,168 @@
+"""From layers to the one complete configuration. Nothing downstream adds a default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from omnistage.config.checks import suggestion
+from omnistage.config.deploy import DeployConfig
+from omnistage.config.devices import resolve_devices
+from omnistage.config.layers import Layer
+from omnistage.config.overrides import Overrides
+from omnistage.config.pipeline import ExecutionType, PipelineConfig, StageConfig
+from omnistage.config.resolved import (
+    DEFAULT_OPERATION_LIMITS_S,
+    INLINE_PROCESS,
+    EngineLimits,
+    OmniConfig,
+    ParallelConfig,
+    ResolvedStage,
+    RestartPolicy,
+)
+from omnistage.config.schema import PARALLEL_KEYS, STAGE_KEYS
+from omnistage.config.settings import check_stage_ids, deployment_settings, stage_settings
+from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
+from omnistage.contracts.sampling import (
+    GenericParams,
+    OmniDiffusionSamplingParams,
+    OmniTokenSamplingParams,
+)
+from omnistage.platforms.presence import visible_accelerators
+
+SEPARATE_PROCESSES = "separate"
+"""As a stage's `process`: a process of its own. The default."""
+
+_PLAIN_STAGE_KEYS = tuple(
+    name
+    for name in STAGE_KEYS
+    if name not in PARALLEL_KEYS
+    and name not in ("device", "devices", "process", "restart", "operation_limits")
+)
+
+_PARAMS_BY_EXECUTION: dict[ExecutionType, type[msgspec.Struct]] = {
+    ExecutionType.LLM_AR: OmniTokenSamplingParams,
+    ExecutionType.LLM_GENERATION: GenericParams,
+    ExecutionType.DIFFUSION: OmniDiffusionSamplingParams,
+    ExecutionType.GENERIC: GenericParams,
+}
+
+
+def resolve_config(
+    pipeline: PipelineConfig,
+    *,
+    model: str,
+    model_path: str,
+    served_model_name: str,
+    deploy: DeployConfig | None = None,
+    overrides: Overrides | None = None,
+    accelerators: Sequence[str] | None = None,
+) -> OmniConfig:
+    """Resolve all layers once.
+
+    `accelerators` are the GPUs to place on; None asks this machine. Raises `ConfigurationError` for
+    values that cannot be and `UnsupportedCombinationError` for values that exclude each other.
+    """
+    layers: list[Layer] = [layer for layer in (deploy, overrides) if layer is not None]
+    check_stage_ids(pipeline, layers)
+    present = visible_accelerators() if accelerators is None else tuple(accelerators)
+    top = {name: setting.value for name, setting in deployment_settings(layers).items()}
+    _check_pipeline_name(pipeline, top.pop("pipeline", pipeline.model_type), deploy)
+    return OmniConfig(
+        model=model,
+        model_path=model_path,
+        served_model_name=top.pop("served_model_name", served_model_name),
+        pipeline=pipeline,
+        stages=tuple(
+            _resolve_stage(stage, model_path, _values(pipeline, layers, stage.stage_id), present)
+            for stage in pipeline.stages
+        ),
+        limits=EngineLimits(**top.pop("limits", {})),
+        **top,
+    )
+
+
+def _values(pipeline: PipelineConfig, layers: Sequence[Layer], stage_id: int) -> dict[str, Any]:
+    return {name: s.value for name, s in stage_settings(pipeline, layers, stage_id).items()}
+
+
+def _check_pipeline_name(
+    pipeline: PipelineConfig, wanted: str, deploy: DeployConfig | None
+) -> None:
+    if wanted != pipeline.model_type:
+        origin = deploy.origin if deploy else "the configuration"
+        raise ConfigurationError(
+            f"{origin} is for pipeline {wanted!r}, but the model is {pipeline.model_type!r}"
+        )
+
+
+def _resolve_stage(
+    stage: StageConfig, model_path: str, values: dict[str, Any], accelerators: Sequence[str]
+) -> ResolvedStage:
+    parallel = ParallelConfig(**{key: values[key] for key in PARALLEL_KEYS if key in values})
+    replicas = values.get("num_replicas", 1)
+    process = _process(stage, values.get("process", SEPARATE_PROCESSES), parallel, replicas)
+    restart = RestartPolicy(**values.get("restart", {}))
+    _check_restart(stage, restart)
+    defaults = values.get("default_sampling_params", {})
+    _check_sampling_defaults(stage, defaults)
+    plain = {
+        STAGE_KEYS[key].attribute or key: values[key] for key in _PLAIN_STAGE_KEYS if key in values
+    }
+    return ResolvedStage(
+        stage=stage,
+        model_path=model_path,
+        process=process,
+        parallel=parallel,
+        devices=resolve_devices(
+            stage_id=stage.stage_id,
+            device=values.get("device", "auto"),
+            devices=values.get("devices"),
+            ranks=parallel.world_size,
+            replicas=replicas,
+            accelerators=accelerators,
+        ),
+        restart=restart,
+        operation_limits_s=DEFAULT_OPERATION_LIMITS_S | values.get("operation_limits", {}),
+        **plain,
+    )
+
+
+def _process(stage: StageConfig, process: str, parallel: ParallelConfig, replicas: int) -> str:
+    if process == SEPARATE_PROCESSES:
+        return f"stage-{stage.stage_id}"
+    if process != INLINE_PROCESS:
+        return process
+    for count, what in ((parallel.world_size, "ranks"), (replicas, "replicas")):
+        if count > 1:
+            raise UnsupportedCombinationError(
+                f"stage {stage.stage_id}: process 'inline' cannot have {count} {what}; "
+                "use process 'separate' or a name"
+            )
+    return process
+
+
+def _check_restart(stage: StageConfig, restart: RestartPolicy) -> None:
+    if restart.max_backoff_s < restart.backoff_s:
+        raise UnsupportedCombinationError(
+            f"stage {stage.stage_id}: restart.max_backoff_s is {restart.max_backoff_s}, less than "
+            f"restart.backoff_s {restart.backoff_s}"
+        )
+
+
+def _check_sampling_defaults(stage: StageConfig, defaults: dict[str, Any]) -> None:
+    """Names and types against the parameters of this kind of stage."""
+    struct = _PARAMS_BY_EXECUTION[stage.execution_type]
+    where = f"stage {stage.stage_id}: default_sampling_params"
+    names = [field.name for field in msgspec.structs.fields(struct)]
+    for name in defaults:
+        if name not in names:
+            raise ConfigurationError(
+                f"{where}.{name} does not exist; {suggestion(str(name), names)}"
+            )
+    try:
+        msgspec.convert(defaults, struct)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{where}: {str(error).replace('`', '')}") from error

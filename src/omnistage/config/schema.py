@@ -1,0 +1,147 @@
+"""Every key that a person may write, with its type and its meaning. One table a level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from omnistage.config.resolved import DEFAULT_OPERATION_LIMITS_S
+
+SCHEMA_VERSION = 1
+
+WEEK_S = 604_800.0
+
+Count = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0, le=WEEK_S)]
+"""Every wait has a deadline: at most a week."""
+Gibibytes = Annotated[float, Meta(gt=0, le=1e6)]
+Text = Annotated[str, Meta(min_length=1)]
+ProcessName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key. `attribute` is its name in the resolved configuration where that differs; `nested`
+    are the keys of a mapping; `flag` says whether the command line offers it by this name."""
+
+    type: Any
+    meaning: str
+    attribute: str | None = None
+    nested: dict[str, Key] | None = None
+    flag: bool = True
+
+
+RESTART_KEYS = {
+    "max_restarts": Key(type=NonNegative, meaning="deaths within the window before it stays down"),
+    "window_s": Key(type=Seconds, meaning="length of that window"),
+    "backoff_s": Key(type=Seconds, meaning="wait before the first restart, doubled each time"),
+    "max_backoff_s": Key(type=Seconds, meaning="longest wait before a restart"),
+}
+
+OPERATION_LIMIT_KEYS = {
+    kind: Key(type=Seconds, meaning=f"seconds one {kind!r} operation may take")
+    for kind in DEFAULT_OPERATION_LIMITS_S
+}
+
+STAGE_KEYS = {
+    "device": Key(
+        type=Literal["auto", "cpu", "cuda"],
+        meaning="kind of device; auto takes a GPU where there is one",
+        flag=False,
+    ),
+    "devices": Key(
+        type=str | list[str | int],
+        meaning="device of each rank, replica by replica: [cuda:0, cuda:1] or one replica's worth",
+    ),
+    "num_replicas": Key(type=Count, meaning="copies of the stage"),
+    "process": Key(
+        type=ProcessName,
+        meaning="inline (the engine's own), separate (one a stage), or a name that stages share",
+    ),
+    "dtype": Key(
+        type=Literal["auto", "float32", "bfloat16", "float16"],
+        meaning="dtype of the weights; auto keeps the checkpoint's where the device can run it",
+    ),
+    "max_num_seqs": Key(type=Count, meaning="requests that one replica runs at a time"),
+    "output_window": Key(type=Count, meaning="unacknowledged outputs one request may have"),
+    "connector": Key(
+        type=Literal["auto", "inline", "shm"],
+        meaning="how tensors travel: in the message, by shared memory, or as fits (auto)",
+    ),
+    "shm_threshold_bytes": Key(
+        type=NonNegative, meaning="tensors of this size and more go through shared memory"
+    ),
+    "memory_budget_gib": Key(
+        type=Gibibytes | None, meaning="device memory a rank may use (GiB); null: what is free"
+    ),
+    "offload": Key(type=Text, meaning="weight offload strategy"),
+    "enforce_eager": Key(type=bool, meaning="compile nothing, capture no graphs"),
+    "init_timeout": Key(
+        type=Seconds, meaning="seconds a replica may take to load", attribute="init_timeout_s"
+    ),
+    "heartbeat_timeout": Key(
+        type=Seconds,
+        meaning="seconds without a heartbeat before a replica counts as lost",
+        attribute="heartbeat_timeout_s",
+    ),
+    "operation_limits": Key(
+        type=dict,
+        meaning="longest time an operation may take, by kind (seconds)",
+        attribute="operation_limits_s",
+        nested=OPERATION_LIMIT_KEYS,
+    ),
+    "restart": Key(type=dict, meaning="what happens after a replica died", nested=RESTART_KEYS),
+    "default_sampling_params": Key(
+        type=dict[str | int, Any],
+        meaning="defaults for what a request leaves open; at the top also by stage id",
+    ),
+    "options": Key(type=dict[str, Any], meaning="passed to the stage's runtime as they are"),
+    "tensor_parallel_size": Key(type=Count, meaning="ranks that share each weight matrix"),
+    "sequence_parallel_size": Key(type=Count, meaning="ranks that share each sequence"),
+    "data_parallel_size": Key(type=Count, meaning="ranks that split a batch"),
+    "pipeline_parallel_size": Key(type=Count, meaning="ranks that hold consecutive layers"),
+    "cfg_parallel_size": Key(type=Count, meaning="ranks that split the guidance branches"),
+    "rank_parallel_size": Key(type=Count, meaning="ranks that divide work as the runtime likes"),
+}
+
+PARALLEL_KEYS = tuple(name for name in STAGE_KEYS if name.endswith("_parallel_size"))
+
+LIMIT_KEYS = {
+    "max_inflight_requests": Key(type=Count, meaning="admission bound: one more gets 429 at once"),
+    "request_timeout_s": Key(type=Seconds, meaning="longest a request may take"),
+    "slow_client_timeout_s": Key(
+        type=Seconds, meaning="how long a client may leave its full stream unread"
+    ),
+    "abort_timeout_s": Key(type=Seconds, meaning="how long a stage may take to confirm an abort"),
+    "shutdown_timeout_s": Key(type=Seconds, meaning="how long an orderly shutdown may take"),
+    "stream_buffer": Key(type=Count, meaning="events buffered for one client"),
+}
+
+DEPLOYMENT_KEYS = {
+    "schema_version": Key(type=int, meaning="version of this schema", flag=False),
+    "pipeline": Key(type=Text, meaning="model type that a deploy file is for", flag=False),
+    "served_model_name": Key(type=Text, meaning="name of the model in the API"),
+    "lb_policy": Key(
+        type=Literal["least-queue-length", "round-robin", "random"],
+        meaning="how a replica is chosen for a new request",
+    ),
+    "log_level": Key(
+        type=Literal["debug", "info", "warning", "error"], meaning="how much is logged"
+    ),
+    "limits": Key(type=dict, meaning="bounds of the engine", nested=LIMIT_KEYS),
+}
+
+ALIASES = {
+    "ulysses_degree": "sequence_parallel_size",
+    "usp": "sequence_parallel_size",
+    "stage_init_timeout": "init_timeout",
+    "init_timeout_s": "init_timeout",
+    "heartbeat_timeout_s": "heartbeat_timeout",
+    "omni_heartbeat_timeout": "heartbeat_timeout",
+    "operation_limits_s": "operation_limits",
+    "omni_lb_policy": "lb_policy",
+}
+"""Other spellings that mean the same."""
