@@ -1,0 +1,66 @@
+"""The HTTP application: routes, middleware, and what they share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from omnistage import __version__
+from omnistage.api.context import AppContext, Lifecycle
+from omnistage.api.errors import install_error_handlers
+from omnistage.api.media import PictureSource
+from omnistage.api.media_fetch import MediaFetcher
+from omnistage.api.middleware.auth import AuthMiddleware
+from omnistage.api.middleware.body_limit import BodyLimitMiddleware
+from omnistage.api.middleware.request_scope import RequestScopeMiddleware
+from omnistage.api.openapi import ERROR_RESPONSES, install_openapi
+from omnistage.api.protocol.images import ImageGenerationRequest
+from omnistage.api.routes import images, operations
+from omnistage.api.settings import ApiSettings
+from omnistage.api.workers import MediaWorkers
+
+if TYPE_CHECKING:
+    from omnistage.engine.async_omni import AsyncOmni
+
+
+def create_app(
+    engine: AsyncOmni,
+    settings: ApiSettings,
+    *,
+    lifecycle: Lifecycle | None = None,
+    fetcher: MediaFetcher | None = None,
+) -> FastAPI:
+    """An ASGI application over a started engine (or, with a `lifecycle`, one that is starting).
+
+    The engine stays the caller's: nothing here starts, drains or ends it.
+    """
+    workers = MediaWorkers(threads=settings.media_threads, max_pending=settings.max_pending_decodes)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        workers.close()
+
+    app = FastAPI(
+        title="OmniStage", version=__version__, lifespan=lifespan, responses=ERROR_RESPONSES
+    )
+    app.state.created_unix_s = int(time.time())
+    app.state.context = AppContext(
+        engine=engine,
+        settings=settings,
+        workers=workers,
+        pictures=PictureSource(settings, workers, fetcher or MediaFetcher(settings)),
+        lifecycle=lifecycle or Lifecycle(),
+    )
+    app.include_router(operations.router)
+    app.include_router(images.router)
+    install_error_handlers(app)
+    install_openapi(app, [ImageGenerationRequest])
+    app.add_middleware(BodyLimitMiddleware, settings=settings)
+    app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)
+    app.add_middleware(RequestScopeMiddleware, metrics=engine.metrics)
+    return app

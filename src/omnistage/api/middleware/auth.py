@@ -1,0 +1,45 @@
+"""Who may call `/v1/*`."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from omnistage.api.errors import error_response
+from omnistage.contracts.errors import AuthenticationError
+
+PROTECTED_PREFIX = "/v1"
+
+
+class AuthMiddleware:
+    """Wants `Authorization: Bearer <key>` with one of the keys, compared in constant time."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and _is_protected(scope["path"]):
+            error = self._refusal(Headers(scope=scope).get("authorization"))
+            if error is not None:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, authorization: str | None) -> AuthenticationError | None:
+        if authorization is None:
+            return AuthenticationError(
+                "no API key was given; send the header 'Authorization: Bearer <key>'"
+            )
+        scheme, _, key = authorization.partition(" ")
+        given = key.strip().encode()
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            return AuthenticationError("the API key is wrong; send 'Authorization: Bearer <key>'")
+        return None
+
+
+def _is_protected(path: str) -> bool:
+    return path == PROTECTED_PREFIX or path.startswith(f"{PROTECTED_PREFIX}/")

@@ -1,0 +1,86 @@
+"""What all bodies share: strict types, known fields, clean text."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_SEED = 2**63 - 1
+LONGEST_SIDE_PIXELS = 65_535
+
+
+def unknown_field(name: str, allowed: list[str]) -> PydanticCustomError:
+    nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"allowed: {', '.join(sorted(allowed))}"
+    return PydanticCustomError(
+        "unknown_field", "unknown field; {hint}", {"field": name[:80], "hint": hint}
+    )
+
+
+class ApiModel(BaseModel):
+    """A body or a part of one. Unknown fields and loosely typed values are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_every_field(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            allowed = list(cls.model_fields)
+            for name in data:
+                if name not in cls.model_fields:
+                    raise unknown_field(str(name), allowed)
+        return data
+
+
+class ResponseModel(BaseModel):
+    """What we send. Documents the answer; it is rendered elsewhere."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def _no_nul(text: str) -> str:
+    if "\x00" in text:
+        raise PydanticCustomError("nul_character", "a NUL character is not allowed in text")
+    return text
+
+
+CleanText = Annotated[str, AfterValidator(_no_nul)]
+PromptText = Annotated[CleanText, Field(min_length=1, description="What to draw.")]
+ModelName = Annotated[CleanText, Field(min_length=1, max_length=512)]
+Size = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
+        description='Width and height in pixels, such as "1024x768", or "auto".',
+    ),
+]
+Side = Annotated[int, Field(ge=1, le=LONGEST_SIDE_PIXELS)]
+
+
+class DiffusionKnobs(ApiModel):
+    """Parameters of the denoising itself; names are those of `diffusers`. Left out, the model's
+    own defaults hold."""
+
+    negative_prompt: CleanText | None = None
+    num_inference_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    guidance_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
+    true_cfg_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
+    strength: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+
+
+class ErrorDetail(ResponseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(ResponseModel):
+    """The body of every answer with status 400 and above."""
+
+    error: ErrorDetail

@@ -1,0 +1,103 @@
+"""`POST /v1/images/generations` and `/v1/images/edits`."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from PIL.Image import Image
+from starlette.responses import Response
+
+from omnistage.api.body import read_json
+from omnistage.api.context import AppContext, context_of
+from omnistage.api.disconnect import until_disconnect
+from omnistage.api.generation import ImageJob, diffusion_params, finished_images
+from omnistage.api.limits import check_limits, parse_size
+from omnistage.api.openapi import json_body
+from omnistage.api.protocol.images import ImageFields, ImageGenerationRequest, ImagesResponse
+from omnistage.api.render import encode_image, to_base64, to_data_url
+from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/images/generations",
+    response_model=ImagesResponse,
+    summary="Make pictures from a prompt",
+    openapi_extra=json_body(ImageGenerationRequest),
+)
+async def generate_images(request: Request) -> Response:
+    context = context_of(request)
+    body = await read_json(request, ImageGenerationRequest)
+    job = image_job(context, body)
+    return await until_disconnect(request.receive, _answer(context, request, body, job))
+
+
+def image_job(
+    context: AppContext,
+    fields: ImageFields,
+    *,
+    inputs: list[Image] | None = None,
+    mask: Image | None = None,
+) -> ImageJob:
+    """Check everything that can be known before the engine is asked."""
+    context.lifecycle.check_serving()
+    context.check_model(fields.model)
+    context.check_makes_images()
+    _check_supported(fields)
+    size = parse_size(fields.size)
+    check_limits(context.settings, prompt=fields.prompt, n=fields.n, knobs=fields, size=size)
+    return ImageJob(
+        prompt=fields.prompt,
+        negative_prompt=fields.negative_prompt,
+        params=diffusion_params(fields, n=fields.n, size=size, quality=fields.quality),
+        inputs=inputs or [],
+        mask=mask,
+    )
+
+
+def _check_supported(fields: ImageFields) -> None:
+    if fields.stream:
+        raise InvalidRequestError(
+            "stream: partial pictures are not offered yet; leave it out", param="stream"
+        )
+    if fields.background == "transparent":
+        raise InvalidRequestError(
+            "background: 'transparent' is not offered; allowed: 'auto', 'opaque'",
+            param="background",
+        )
+    if fields.output_format == "png" and fields.output_compression not in (None, 100):
+        raise UnsupportedCombinationError(
+            "output_compression needs output_format 'jpeg' or 'webp'; png loses nothing",
+            param="output_compression",
+        )
+
+
+async def _answer(
+    context: AppContext, request: Request, fields: ImageFields, job: ImageJob
+) -> Response:
+    images = await finished_images(context, request, job)
+    body = await context.workers.run(partial(_render, images, fields, seed=job.params.seed))
+    return Response(body, media_type="application/json")
+
+
+def _render(images: list[Image], fields: ImageFields, *, seed: int | None) -> bytes:
+    answer = {
+        "created": int(time.time()),
+        "data": [_render_one(image, fields) for image in images],
+        "output_format": fields.output_format,
+        "size": f"{images[0].width}x{images[0].height}",
+        "seed": seed,
+    }
+    return json.dumps(answer).encode()
+
+
+def _render_one(image: Image, fields: ImageFields) -> dict[str, Any]:
+    data = encode_image(image, fields.output_format, compression=fields.output_compression)
+    if fields.response_format == "url":
+        return {"url": to_data_url(data, fields.output_format)}
+    return {"b64_json": to_base64(data)}

@@ -1,0 +1,56 @@
+"""What the HTTP side allows, fixed at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omnistage.contracts.errors import ConfigurationError
+
+MIB = 1024 * 1024
+MAX_GENERATED_PIXELS = 7680 * 4320
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """Bounds and switches of the server. Raises `ConfigurationError` on a bound below 1.
+
+    Without `api_keys` every client may call. `max_input_*` and `max_media_bytes` hold for one
+    input picture, `max_total_input_pixels` and `max_body_bytes` for all pictures of a request.
+    `media_timeout_s` bounds the fetching of all of them together, redirects included.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * MIB
+    body_timeout_s: float = 60.0
+    max_open_requests: int = 512
+    max_pixels: int = MAX_GENERATED_PIXELS
+    max_steps: int = 200
+    max_n: int = 10
+    max_prompt_chars: int = 32_000
+    max_input_images: int = 16
+    max_input_pixels: int = MAX_GENERATED_PIXELS
+    max_total_input_pixels: int = 4 * MAX_GENERATED_PIXELS
+    max_media_bytes: int = 32 * MIB
+    media_timeout_s: float = 20.0
+    max_redirects: int = 3
+    allow_http_media: bool = False
+    allow_private_media: bool = False
+    allowed_local_media_path: Path | None = None
+    media_threads: int = 2
+    max_pending_decodes: int = 64
+    slow_client_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and value <= 0 and name != "max_redirects":
+                raise ConfigurationError(f"{name} is {value}; it must be greater than 0")
+        if any(not key for key in self.api_keys):
+            raise ConfigurationError("an API key is empty; give every key at least one character")
+        root = self.allowed_local_media_path
+        if root is not None and not root.is_dir():
+            raise ConfigurationError(
+                f"--allowed-local-media-path {root} is no directory; give an existing directory"
+            )
