@@ -1,0 +1,238 @@
+"""From a request to the keyword arguments of a pipeline's call, checked against its signature.
+
+Nothing that a caller sets is dropped in silence: a parameter the pipeline does not take, or would
+ignore, is an error that says so. Defaults of the deployment that a pipeline does not take are left
+out, for they are nobody's wish in particular.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
+from omnistage.contracts.sampling import OmniDiffusionSamplingParams
+from omnistage.diffusion.inputs import DiffusionInputs
+from omnistage.diffusion.options import DiffusionOptions
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+RUNTIME_PARAMETERS = frozenset(
+    {
+        "seed",
+        "generator_device",
+        "scheduler",
+        "flow_shift",
+        "vae_tiling",
+        "vae_slicing",
+        "output_type",
+        "quality",
+        "extra_args",
+    }
+)
+"""Parameters that the runtime itself acts on (`quality` is for whoever renders the picture)."""
+
+_SPELLINGS = {
+    "num_outputs_per_prompt": ("num_images_per_prompt", "num_videos_per_prompt"),
+    "fps": ("fps", "frame_rate"),
+    "image_latent": ("image_latents",),
+    "cfg_normalize": ("cfg_normalize", "cfg_normalization"),
+}
+
+_OWNED_BY_RUNTIME = frozenset(
+    {
+        "prompt",
+        "image",
+        "mask_image",
+        "generator",
+        "output_type",
+        "return_dict",
+        "callback",
+        "callback_steps",
+        "callback_on_step_end",
+        "callback_on_step_end_tensor_inputs",
+        "num_images_per_prompt",
+        "num_videos_per_prompt",
+    }
+)
+"""Not allowed in `extra_args`."""
+
+
+class CallSignature:
+    """The parameters of a pipeline's `__call__`, with their defaults."""
+
+    def __init__(self, pipeline_class: type) -> None:
+        self.pipeline_class = pipeline_class
+        parameters = inspect.signature(pipeline_class.__call__).parameters
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._defaults
+
+    def default(self, name: str) -> Any:
+        return self._defaults.get(name)
+
+    def spelling(self, parameter: str) -> str | None:
+        """The pipeline's own name of a sampling parameter, or None."""
+        names = _SPELLINGS.get(parameter, (parameter,))
+        return next((name for name in names if name in self._defaults), None)
+
+    def refuse(self, name: str) -> InvalidRequestError:
+        """The error for a parameter that this pipeline does not take."""
+        allowed = sorted(set(self._defaults) - _OWNED_BY_RUNTIME)
+        nearest = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
+        hint = f"nearest: {', '.join(nearest)}" if nearest else f"it takes: {', '.join(allowed)}"
+        return InvalidRequestError(
+            f"{self.pipeline_class.__name__} does not take {name!r}; {hint}", param=name
+        )
+
+
+def call_arguments(
+    pipeline: DiffusionPipeline,
+    inputs: DiffusionInputs,
+    options: DiffusionOptions,
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything but generator, pictures and output type. `defaults` are the stage's.
+
+    Raises `InvalidRequestError` naming the parameter.
+    """
+    signature = CallSignature(type(pipeline))
+    check_values(inputs.params, options)
+    arguments: dict[str, Any] = {}
+    for name, value in _set_parameters(inputs.params).items():
+        spelled = signature.spelling(name)
+        if spelled is not None:
+            arguments[spelled] = value
+        elif value != defaults.get(name):
+            raise signature.refuse(name)
+    for name, value in inputs.arrays.items():
+        if name not in signature:
+            raise signature.refuse(name)
+        arguments[name] = value
+    _add_extra(arguments, inputs.params.extra_args, defaults.get("extra_args", {}), signature)
+    _add_texts(arguments, inputs, signature)
+    _check_guidance(pipeline, arguments, inputs, defaults, signature)
+    return arguments
+
+
+def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions) -> None:
+    """Raises `InvalidRequestError` for values that no pipeline can work with."""
+    for name in ("height", "width", "num_frames", "num_inference_steps", "num_outputs_per_prompt"):
+        value = getattr(params, name)
+        if value is not None and value < 1:
+            raise InvalidRequestError(f"{name} must be at least 1, got {value}", param=name)
+    for name, value in _set_parameters(params).items():
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise InvalidRequestError(f"{name} must be finite, got {value}", param=name)
+    if params.seed is not None and not -(2**63) <= params.seed < 2**64:
+        raise InvalidRequestError(f"seed must fit in 64 bits, got {params.seed}", param="seed")
+    if params.output_type not in (None, *OUTPUT_TYPES):
+        raise InvalidRequestError(
+            f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {params.output_type!r}",
+            param="output_type",
+        )
+    if (params.height or 1) * (params.width or 1) > options.max_pixels:
+        raise InvalidRequestError(
+            f"{params.width} x {params.height} is more than the {options.max_pixels} pixels "
+            "this server allows",
+            param="height" if params.height else "width",
+        )
+
+
+def _set_parameters(params: OmniDiffusionSamplingParams) -> dict[str, Any]:
+    """What was asked for, less what the runtime handles itself."""
+    found = {}
+    for field in msgspec.structs.fields(params):
+        value = getattr(params, field.name)
+        if field.name not in RUNTIME_PARAMETERS and value != field.default:
+            found[field.name] = value
+    return found
+
+
+def _add_extra(
+    arguments: dict[str, Any],
+    extra: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    signature: CallSignature,
+) -> None:
+    for name, value in extra.items():
+        if name in _OWNED_BY_RUNTIME:
+            raise InvalidRequestError(
+                f"extra_args must not contain {name!r}: the runtime sets it", param="extra_args"
+            )
+        is_default = name in defaults and defaults[name] == value
+        if name in signature and not (is_default and name in arguments):
+            if name in arguments:
+                raise InvalidRequestError(
+                    f"{name} is given twice, as a parameter and in extra_args", param=name
+                )
+            arguments[name] = value
+        elif not is_default:
+            raise signature.refuse(name)
+
+
+def _add_texts(
+    arguments: dict[str, Any], inputs: DiffusionInputs, signature: CallSignature
+) -> None:
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(inputs, name)
+        if text is None:
+            continue
+        if name not in signature:
+            raise signature.refuse(name)
+        arguments[name] = text
+    if "prompt" in signature and inputs.prompt is None:
+        raise InvalidRequestError("the prompt is missing", param="prompt")
+
+
+def _check_guidance(
+    pipeline: DiffusionPipeline,
+    arguments: Mapping[str, Any],
+    inputs: DiffusionInputs,
+    defaults: Mapping[str, Any],
+    signature: CallSignature,
+) -> None:
+    """Pipelines with both kinds of guidance ignore each where the other conditions are missing.
+
+    `true_cfg_scale` runs the model a second time and needs a negative prompt; `guidance_scale` is
+    an input of the model there, which only guidance-distilled ones have.
+    """
+    if "true_cfg_scale" not in signature:
+        return
+    scale = arguments.get("true_cfg_scale", signature.default("true_cfg_scale"))
+    scale_is_asked = inputs.params.true_cfg_scale not in (None, defaults.get("true_cfg_scale"))
+    if scale_is_asked and scale > 1 and arguments.get("negative_prompt") is None:
+        raise UnsupportedCombinationError(
+            f"true_cfg_scale={scale} has no effect without a negative_prompt; pass one "
+            '(an empty text "" will do)',
+            param="true_cfg_scale",
+        )
+    if inputs.negative_prompt and not scale_is_asked and (scale is None or scale <= 1):
+        raise UnsupportedCombinationError(
+            f"negative_prompt has no effect at true_cfg_scale={scale}; set true_cfg_scale above 1",
+            param="negative_prompt",
+        )
+    asked = inputs.params.guidance_scale
+    if asked in (None, defaults.get("guidance_scale")) or asked <= 1:
+        return
+    config = getattr(getattr(pipeline, "transformer", None), "config", None)
+    if config is not None and config.get("guidance_embeds") is False:
+        raise UnsupportedCombinationError(
+            f"guidance_scale={asked} has no effect: this model has no guidance embedding; "
+            "use true_cfg_scale with a negative_prompt",
+            param="guidance_scale",
+        )

@@ -1,0 +1,65 @@
+"""What an exception out of a pipeline call means for the request."""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+
+from omnistage.contracts.errors import InvalidRequestError, OmniError, as_omni_error
+from omnistage.diffusion.inputs import DiffusionInputs
+
+_HOST_MEMORY_MARKS = ("can't allocate memory", "not enough memory")
+
+
+def classify(error: Exception, inputs: DiffusionInputs | None, denoiser_calls: int) -> OmniError:
+    """One of ours, holding no reference to the call's frames and thus to its tensors.
+
+    What the library's own code raises as `ValueError` before it denoises is its check of the
+    inputs. `extra_args` of a wrong type and latents of a wrong shape are found out by then or by
+    the first pass at the latest.
+    """
+    detail = "".join(traceback.format_exception(error))
+    if isinstance(error, OmniError):
+        error.detail = error.detail or detail
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    if _is_host_memory(error):
+        return as_omni_error(MemoryError(str(error)), detail=detail)
+    fault = _caller_fault(error, inputs, denoiser_calls) if inputs else None
+    if fault is None:
+        return as_omni_error(error, detail=detail)
+    message, param = fault
+    return InvalidRequestError(message, param=param, detail=detail)
+
+
+def _caller_fault(
+    error: Exception, inputs: DiffusionInputs, denoiser_calls: int
+) -> tuple[str, str | None] | None:
+    """Message and parameter, when the request is to blame."""
+    checking = denoiser_calls == 0 and _is_from_library(error)
+    if checking and isinstance(error, ValueError):
+        return f"the model refuses the request: {error}", None
+    if checking and isinstance(error, TypeError) and inputs.params.extra_args:
+        return f"a value in extra_args has the wrong type: {error}", "extra_args"
+    is_shape = isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"
+    if is_shape and denoiser_calls <= 1 and inputs.arrays:
+        names = ", ".join(f"{name} {tuple(one.shape)}" for name, one in inputs.arrays.items())
+        return f"{names}: does not fit the requested size and this model", next(iter(inputs.arrays))
+    return None
+
+
+def _is_host_memory(error: Exception) -> bool:
+    """torch reports a failed allocation on the host as a plain `RuntimeError`."""
+    return isinstance(error, RuntimeError) and any(
+        mark in str(error) for mark in _HOST_MEMORY_MARKS
+    )
+
+
+def _is_from_library(error: Exception) -> bool:
+    """True when the line that raised belongs to diffusers."""
+    frame: TracebackType | None = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith(
+        "diffusers."
+    )

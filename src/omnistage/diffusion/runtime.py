@@ -1,0 +1,41 @@
+"""The denoising runtime as a stage: which scheduler decides, which executor runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.runtime import Scheduler
+from omnistage.diffusion.executor import DiffusionExecutor
+from omnistage.diffusion.options import DiffusionOptions, read_options
+from omnistage.diffusion.scheduler import request_scheduler
+
+if TYPE_CHECKING:
+    from omnistage.config.resolved import ResolvedStage
+
+SCHEDULERS: dict[str, Callable[[ResolvedStage, DiffusionOptions], Scheduler]] = {
+    "request": request_scheduler,
+}
+"""By `execution_mode`. All of them share the executor and the output stream."""
+
+
+class DiffusionRuntime:
+    """Named by stages as "omnistage.diffusion.runtime:DiffusionRuntime"."""
+
+    @staticmethod
+    def scheduler(stage: ResolvedStage) -> Scheduler:
+        """Raises `ConfigurationError` or `UnsupportedCombinationError` for options that this
+        version cannot serve."""
+        options = read_options(stage.options)
+        make = SCHEDULERS.get(options.execution_mode)
+        if make is None:
+            raise ConfigurationError(
+                f"execution_mode {options.execution_mode!r} is not there; "
+                f"allowed: {', '.join(SCHEDULERS)}"
+            )
+        return make(stage, options)
+
+    @staticmethod
+    def executor(stage: ResolvedStage, rank: int, world_size: int) -> DiffusionExecutor:
+        return DiffusionExecutor(stage, read_options(stage.options), rank, world_size)
