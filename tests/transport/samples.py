@@ -60,17 +60,17 @@ def submit(**changes: Any) -> Submit:
         handle="h",
         nbytes=22,
     )
-    base: dict[str, Any] = dict(
-        stage_id=1,
-        replica_id=0,
-        identity=IDENTITY,
-        source_stage_id=None,
-        sequence=0,
-        payload=payload,
-        params=OmniDiffusionSamplingParams(seed=1, height=64),
-        input_complete=True,
-        credits=4,
-    )
+    base: dict[str, Any] = {
+        "stage_id": 1,
+        "replica_id": 0,
+        "identity": IDENTITY,
+        "source_stage_id": None,
+        "sequence": 0,
+        "payload": payload,
+        "params": OmniDiffusionSamplingParams(seed=1, height=64),
+        "input_complete": True,
+        "credits": 4,
+    }
     return Submit(**{**base, **changes})
 
 
