@@ -7,50 +7,76 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoints import FAMILIES, checkpoint
+from tests.checkpoints import FAMILIES, broken, checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 SIZE_LIMIT_BYTES = 1_500_000
 
 
-@pytest.fixture(scope="module")
-def pictures():
-    """`picture(name, seed, **changes)`: what the family's call gives as a tensor (C, H, W)."""
+def load(folder: Path):
     from diffusers import DiffusionPipeline
 
-    pipelines = {}
+    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
-    def picture(name: str, seed: int = 0, **changes) -> torch.Tensor:
-        if name not in pipelines:
-            folder = checkpoint(name)
-            pipelines[name] = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-            pipelines[name].set_progress_bar_config(disable=True)
-        call = FAMILIES[name].call | changes
-        generator = torch.Generator("cpu").manual_seed(seed)
-        (image,) = pipelines[name](**call, generator=generator, output_type="pt").images
-        return image
 
-    return picture
+def draw(pipeline, name: str, seed: int = 0, **changes) -> torch.Tensor:
+    """What the family's call, changed so, gives as a tensor (C, H, W)."""
+    call = FAMILIES[name].call | changes
+    generator = torch.Generator("cpu").manual_seed(seed)
+    (image,) = pipeline(**call, generator=generator, output_type="pt").images
+    return image
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return cache(lambda name: load(checkpoint(name)))
+
+
+@pytest.fixture(scope="module")
+def reference(pipeline):
+    return cache(lambda name: draw(pipeline(name), name))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_picture_is_loud_and_depends_on_every_input(name, pictures):
-    image = pictures(name)
+def test_picture_is_loud_and_repeatable(name, pipeline, reference):
+    image = reference(name)
     assert image.isfinite().all()
     assert image.std() >= 0.05
     assert ((image == 0) | (image == 1)).float().mean() < 0.5, "mostly clipped"
-    assert torch.equal(image, pictures(name))
+    assert torch.equal(image, draw(pipeline(name), name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_input_matters(name, pipeline, reference):
     changes = [{"seed": 1}, {"prompt": "the blue dog under a tree"}]
     if "negative_prompt" in FAMILIES[name].call:
         changes.append({"negative_prompt": "a bad house"})
     for change in changes:
-        difference = (image - pictures(name, **change)).abs().max()
-        assert difference > 0.02, change
+        changed = draw(pipeline(name), name, **change)
+        assert (changed - reference(name)).abs().max() > 0.02, change
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rounding_errors_stay_small(name, reference):
+    """A chaotic checkpoint would turn the last bit of a weight into another picture, and no
+    tolerance could tell an error from a reordered sum."""
+    disturbed = load(checkpoint(name))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for component in disturbed.components.values():
+            if isinstance(component, torch.nn.Module):
+                for weight in component.parameters():
+                    weight.mul_(1 + 1e-7 * torch.randn(weight.shape, generator=generator))
+    image = reference(name)
+    assert (draw(disturbed, name) - image).abs().max() < 5e-4 * image.std()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -108,3 +134,50 @@ def test_a_builder_that_dies_leaves_nothing_that_passes_for_a_checkpoint(tmp_pat
     folder = checkpoint(family.name)
     assert (folder / "transformer").is_dir()
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [folder]
+
+
+def test_builds_are_equal_byte_for_byte(tmp_path):
+    family = FAMILIES["flux"]
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        torch.rand(1)  # the caller's random state is no input
+        family.build(folder)
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+
+
+@pytest.mark.parametrize("name", ["pixart_sigma", "sd15"])
+@pytest.mark.parametrize("damage", broken.REFUSED, ids=lambda damage: damage.__name__)
+def test_damage_stops_plain_diffusers_or_spoils_the_picture(name, damage, tmp_path, reference):
+    source = checkpoint(name)
+    before = contents(source)
+    target = damage(source, tmp_path / "damaged")
+    assert contents(source) == before
+    try:
+        image = draw(load(target), name)
+    except (OSError, ValueError, AttributeError):
+        return
+    assert damage in (broken.missing_tensor, broken.wrong_dtype)
+    assert not torch.equal(image, reference(name))
+
+
+@pytest.mark.parametrize("name", ["pixart_sigma", "sd15", "sd3"])
+@pytest.mark.parametrize("change", broken.ACCEPTED, ids=lambda change: change.__name__)
+def test_harmless_changes_leave_the_picture(name, change, tmp_path, reference):
+    target = change(checkpoint(name), tmp_path / "changed")
+    assert torch.equal(draw(load(target), name), reference(name))
+
+
+def test_sharded_splits_every_component(tmp_path):
+    folder = broken.sharded(checkpoint("sd3"), tmp_path / "sharded")
+    components = {path.parent.name for path in folder.rglob("*.safetensors.index.json")}
+    assert components == {
+        "transformer",
+        "vae",
+        "text_encoder",
+        "text_encoder_2",
+        "text_encoder_3",
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

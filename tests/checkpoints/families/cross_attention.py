@@ -109,7 +109,13 @@ def hunyuan_dit():
     )
 
 
-@text_to_image("Kandinsky3Pipeline", **GUIDED, height=64, width=128)
+@text_to_image(
+    "Kandinsky3Pipeline",
+    **GUIDED | {"guidance_scale": 2.0},
+    num_inference_steps=3,
+    height=64,
+    width=128,
+)
 def kandinsky3():
     """A UNet whose component is `unet` and whose autoencoder is `movq`; draws 1/8 of 64s."""
     from diffusers import DDPMScheduler, Kandinsky3Pipeline, Kandinsky3UNet
@@ -127,6 +133,6 @@ def kandinsky3():
             cross_attention_dim=8,
             encoder_hid_dim=HIDDEN_SIZE,
         ),
-        scheduler=DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
+        scheduler=DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012),
         movq=movq(),
     )

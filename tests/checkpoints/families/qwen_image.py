@@ -51,7 +51,7 @@ def qwen_image_edit():
     )
     return QwenImageEditPipeline(
         scheduler=_scheduler(),
-        vae=qwen_image_autoencoder(levels=5, base_dim=1),
+        vae=qwen_image_autoencoder(levels=5),
         text_encoder=qwen25_vl(tokenizer),
         tokenizer=tokenizer,
         processor=processor,
