@@ -104,8 +104,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(_no_header(file, start, size_bytes))
             if header_bytes > min(size_bytes - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{file} is corrupt or truncated: its header should take {header_bytes} bytes, "
-                    f"the file has {size_bytes}; download it again"
+                    f"{file} is no safetensors file, or a damaged one: its header would take "
+                    f"{header_bytes} bytes, the file has {size_bytes}; download it again"
                 )
             stream.seek(_LENGTH_BYTES)
             header = _parse_json(file, stream.read(header_bytes))

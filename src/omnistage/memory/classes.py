@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,25 @@ def component_class(component: str, entry: Any, index: Path) -> type:
             f"{getattr(library, '__version__', '')} does not have{_hint(class_name, dir(library))}"
         )
     cls = _available(cls, index)
-    if not hasattr(cls, "from_pretrained"):
+    if not _is_loadable(cls, library_name):
         raise CheckpointError(
-            f"{index} names {class_name!r} for {component!r}, which cannot be loaded from a folder"
+            f"{index} names {class_name!r} for {component!r}, which is no model, tokenizer, "
+            "processor or scheduler that can be loaded from a folder"
         )
     return cls
+
+
+def _is_loadable(cls: type, library_name: str) -> bool:
+    """By diffusers' own list of base classes; of its pipeline packages, models only."""
+    import diffusers
+    import transformers
+    from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
+
+    library = transformers if library_name == "transformers" else diffusers
+    names = [*LOADABLE_CLASSES[library.__name__], "ModelMixin", "PreTrainedModel"]
+    bases = [getattr(owner, name, None) for name in names for owner in (library, transformers)]
+    bases = [base for base in bases if isinstance(base, type)]
+    return issubclass(cls, tuple(bases)) and not issubclass(cls, diffusers.DiffusionPipeline)
 
 
 def pip_command(package: str) -> str:
@@ -88,13 +103,18 @@ def _renamed(library_name: str, class_name: str) -> str:
     return successor or class_name
 
 
+_PIP_NAMES = {"onnx": "onnxruntime", "note_seq": "note-seq", "k_diffusion": "k-diffusion"}
+
+
 def _available(cls: type, index: Path) -> type:
     """Both libraries put a dummy in the place of a class whose packages are not installed."""
-    missing = getattr(cls, "_backends", None)
-    if missing and ".dummy_" in cls.__module__ + ".":
+    backends = getattr(cls, "_backends", None)
+    if backends and ".dummy_" in cls.__module__:
+        absent = [name for name in backends if not find_spec(name)] or backends
+        packages = [_PIP_NAMES.get(name, name) for name in absent]
         raise MissingDependencyError(
-            f"{cls.__name__}, which {index} names, needs {' and '.join(missing)}; install with: "
-            f"{pip_command(' '.join(missing))}"
+            f"{cls.__name__}, which {index} names, needs {' and '.join(packages)}; install with: "
+            f"{pip_command(' '.join(packages))}"
         )
     return cls
 

@@ -51,9 +51,19 @@ def _tensors(plan: LoadPlan) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for _, name, source in sorted(entries, key=lambda entry: entry[:2]):
                     tensor = opened.get_tensor(source.key)
+                    _check_unchanged(tensor, source)
                     yield name, tensor.to(source.device, getattr(torch, source.dtype)).contiguous()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _check_unchanged(tensor: torch.Tensor, source: TensorSource) -> None:
+    found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    if found != (source.stored_dtype, source.shape):
+        raise CheckpointError(
+            f"{source.file} changed while it was being loaded: {source.key!r} is {found[0]} "
+            f"{list(found[1])} now, planned were {source.stored_dtype} {list(source.shape)}"
+        )
 
 
 def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

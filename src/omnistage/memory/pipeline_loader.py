@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnistage.contracts.errors import CheckpointError, MissingDependencyError, OmniError
+from omnistage.contracts.errors import CheckpointError, MissingDependencyError
 from omnistage.contracts.runtime import LoadReporter
 from omnistage.memory.classes import pip_command
 from omnistage.memory.materialize import materialize
@@ -20,42 +21,56 @@ if TYPE_CHECKING:
 
 __all__ = ["LibraryComponent", "PipelinePlan", "load_pipeline", "plan_pipeline", "read_index"]
 
+_VOCABULARIES = ("*.model", "*.spm", "*.tiktoken", "tekken.json")
+"""What transformers makes a tokenizer from, whatever files its class names."""
 
-def _silent(note: str, fraction: float | None) -> None: ...
 
-
-def load_pipeline(plan: PipelinePlan, report: LoadReporter = _silent) -> DiffusionPipeline:
+def load_pipeline(
+    plan: PipelinePlan, report: LoadReporter = lambda note, fraction: None
+) -> DiffusionPipeline:
     """Load what was planned and put it together: equal, tensor by tensor, to what
     `DiffusionPipeline.from_pretrained(folder, torch_dtype=…)` builds.
 
-    `report` is told what is being loaded and the fraction of all bytes. Raises `CheckpointError`
-    or `MissingDependencyError` naming the component.
+    `report` is told what is being loaded and the fraction of all bytes, at most once a percent.
+    Raises `CheckpointError` or `MissingDependencyError` naming the component.
     """
     components: dict[str, Any] = dict.fromkeys(plan.absent)
     for name, other in plan.others.items():
         report(f"loading {name}", None)
         components[name] = _by_its_library(name, other)
-    total, done = max(plan.total_bytes, 1), 0
+    progress = _Progress(plan.total_bytes, report)
     for name, module_plan in plan.modules.items():
-
-        def loaded(nbytes: int, note: str = f"loading {name}") -> None:
-            nonlocal done
-            done += nbytes
-            report(note, min(done / total, 1.0))
-
-        components[name] = materialize(module_plan, loaded)
+        progress.begin(f"loading {name}")
+        components[name] = materialize(module_plan, progress.advance)
     pipeline = plan.pipeline_class(**components, **plan.settings)
     pipeline.register_to_config(_name_or_path=str(plan.folder))
     report("loaded", 1.0)
     return pipeline
 
 
+class _Progress:
+    """Turns bytes into reports."""
+
+    def __init__(self, total_bytes: int, report: LoadReporter) -> None:
+        self._total_bytes, self._report = max(total_bytes, 1), report
+        self._done_bytes, self._percent, self._note = 0, -1, ""
+
+    def begin(self, note: str) -> None:
+        self._note, self._percent = note, -1
+        self.advance(0)
+
+    def advance(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        fraction = min(self._done_bytes / self._total_bytes, 1.0)
+        if int(fraction * 100) != self._percent:
+            self._percent = int(fraction * 100)
+            self._report(self._note, fraction)
+
+
 def _by_its_library(name: str, component: LibraryComponent) -> Any:
     what = f"{name} ({component.cls.__name__}) from {component.folder}"
     try:
-        return component.cls.from_pretrained(component.folder, local_files_only=True)
-    except OmniError:
-        raise
+        loaded = component.cls.from_pretrained(component.folder, local_files_only=True)
     except ImportError as error:
         package = getattr(error, "name", None)
         command = f"; install with: {pip_command(package)}" if package else ""
@@ -64,6 +79,24 @@ def _by_its_library(name: str, component: LibraryComponent) -> Any:
         ) from error
     except Exception as error:  # the files are the user's: what a library raises for them varies
         raise CheckpointError(f"cannot load {what}: {_first_line(error)}") from error
+    _check_vocabulary(what, getattr(loaded, "tokenizer", loaded), component.folder)
+    return loaded
+
+
+def _check_vocabulary(what: str, tokenizer: Any, folder: Path) -> None:
+    """transformers builds a tokenizer without its files too, one that knows no words."""
+    files: dict[str, str] = getattr(tokenizer, "vocab_files_names", None) or {}
+    wanted = [name for part, name in files.items() if part != "tokenizer_config_file"]
+    present = {name for name in wanted if (folder / name).is_file()}
+    if files.get("tokenizer_file") in present or not wanted:
+        return
+    others = [path for pattern in _VOCABULARIES for path in folder.glob(pattern)]
+    merges = files.get("merges_file")
+    if not (present or others) or (merges and present and merges not in present):
+        absent = [name for name in wanted if name not in present]
+        raise CheckpointError(
+            f"cannot load {what}: of its vocabulary there is no {', no '.join(absent)}"
+        )
 
 
 def _first_line(error: BaseException) -> str:

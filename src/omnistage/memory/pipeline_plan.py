@@ -83,13 +83,15 @@ def plan_pipeline(
     pipeline_class: type | None = None,
     budget: MemoryBudget | None = None,
     variant: str | None = None,
+    allow_unexpected: bool = False,
 ) -> PipelinePlan:
     """Plan the pipeline that lies in `model_path`. Reads configurations and headers, no weights.
 
     `dtype` is "auto" (float32 on the CPU, elsewhere the dtype that most weights are stored in, the
     same for all components), "float32", "bfloat16" or "float16". `pipeline_class` replaces the
-    class that the index names. Raises `CheckpointError` naming the file, key or class at fault,
-    and `ConfigurationError` when `budget` is too small.
+    class that the index names, `variant` ("fp16") chooses files, and `allow_unexpected` is that of
+    `plan_module`. Raises `CheckpointError` naming the file, key or class at fault, and
+    `ConfigurationError` when `budget` is too small.
     """
     index = read_index(model_path)
     if pipeline_class is None:
@@ -113,7 +115,13 @@ def plan_pipeline(
         device=device,
         modules={
             name: plan_tensors(
-                cls, configs[name], checkpoints[name], component=name, dtype=dtype, device=device
+                cls,
+                configs[name],
+                checkpoints[name],
+                component=name,
+                dtype=dtype,
+                device=device,
+                allow_unexpected=allow_unexpected,
             )
             for name, cls in models.items()
         },
@@ -186,4 +194,10 @@ def _sort_out(
 def _component_folder(model_path: Path, name: str) -> Path:
     """The component's own folder, or, as in diffusers, the model's where there is none."""
     folder = model_path / name
-    return folder if folder.is_dir() else model_path
+    if folder.is_dir():
+        return folder
+    if all(path.name == INDEX_NAME for path in model_path.glob("*.json")):
+        raise CheckpointError(
+            f"{folder} is missing: {INDEX_NAME} names {name!r} as a component; download it again"
+        )
+    return model_path

@@ -79,7 +79,7 @@ class LoadPlan:
     """One module: a source for every name of its parameters and buffers, persistent or not.
 
     `dtype` is what was asked for; single tensors may differ, as their class or library demands.
-    `ignored_keys` are stored tensors that the library itself declares unused.
+    `unused_keys` are stored tensors that the module has no place for.
     """
 
     component: str
@@ -90,7 +90,7 @@ class LoadPlan:
     dtype: str
     sources: Mapping[str, TensorSource]
     variant: str | None = None
-    ignored_keys: tuple[str, ...] = ()
+    unused_keys: tuple[str, ...] = ()
     skeleton: Skeleton = field(repr=False, compare=False)
 
     @property
@@ -124,8 +124,8 @@ class LoadPlan:
         if self.by_library:
             lines[0] = lines[0].rpartition(", ")[0]
             lines.append(
-                f"  loaded by {self.library}'s own loader: it must convert tensors of this "
-                "checkpoint, which a plan cannot"
+                f"  loaded by the loader of {self.library}: tensors of this checkpoint must be "
+                "converted (fused, split), which a plan cannot"
             )
         casts = self._casts()
         if casts:
@@ -136,10 +136,8 @@ class LoadPlan:
             lines.append(f"  besides: {', '.join(apart)}")
         if self.variant:
             lines.append(f"  from the variant {self.variant!r} of its files")
-        if self.ignored_keys:
-            lines.append(
-                f"  stored but unused, as {self.library} says: {and_more(self.ignored_keys)}"
-            )
+        if self.unused_keys:
+            lines.append(f"  stored but unused: {and_more(self.unused_keys)}")
         return "\n".join(lines)
 
     def _casts(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import CheckpointError, ConfigurationError
 from omnistage.memory.checkpoint import Checkpoint, StoredTensor, read_checkpoint
-from omnistage.memory.names import and_more, with_nearest
+from omnistage.memory.fit import dtype_name, find_problems
 from omnistage.memory.plan import LoadPlan, Skeleton, SourceKind, TensorSource
 from omnistage.memory.renaming import is_ignored, rename, wanted_float32
 from omnistage.memory.skeleton import WEIGHT_STEMS, library_of, read_config
@@ -29,18 +29,28 @@ def plan_module(
     dtype: str = "auto",
     device: str = "cpu",
     variant: str | None = None,
+    allow_unexpected: bool = False,
 ) -> LoadPlan:
     """Plan one `diffusers` or `transformers` model that lies in `folder`.
 
     Loads nothing. `config` replaces the folder's `config.json`; `dtype` is one of `DTYPES`, where
-    "auto" means float32 on the CPU and the checkpoint's own elsewhere. Raises `CheckpointError`
-    naming the file or keys.
+    "auto" means float32 on the CPU and the checkpoint's own elsewhere. `allow_unexpected` leaves
+    stored tensors that the model has no place for unused, as the libraries do; the plan lists
+    them. Raises `CheckpointError` naming the file or keys.
     """
     if config is None:
         config = read_config(cls, folder)
     checkpoint = component_checkpoint(cls, folder, variant)
     dtype = resolve_dtype(dtype, device, [checkpoint])
-    return plan_tensors(cls, config, checkpoint, component=component, dtype=dtype, device=device)
+    return plan_tensors(
+        cls,
+        config,
+        checkpoint,
+        component=component,
+        dtype=dtype,
+        device=device,
+        allow_unexpected=allow_unexpected,
+    )
 
 
 def component_checkpoint(cls: type, folder: Path, variant: str | None = None) -> Checkpoint:
@@ -74,23 +84,36 @@ def resolve_dtype(requested: str, device: str, checkpoints: Iterable[Checkpoint]
 
 
 def plan_tensors(
-    cls: type, config: Any, checkpoint: Checkpoint, *, component: str, dtype: str, device: str
+    cls: type,
+    config: Any,
+    checkpoint: Checkpoint,
+    *,
+    component: str,
+    dtype: str,
+    device: str,
+    allow_unexpected: bool = False,
 ) -> LoadPlan:
     """Match a skeleton of `cls` with a checkpoint, name by name. `dtype` is a resolved one.
 
-    Raises `CheckpointError` naming missing keys, unexpected keys and shapes that differ.
+    Raises `CheckpointError` naming missing keys, unexpected keys, and shapes and dtypes that
+    differ.
     """
     skeleton = Skeleton(cls, config, checkpoint.folder, dtype)
     module = skeleton.look()
-    sharded = len(checkpoint.files) > 1
-    renaming = rename(module, checkpoint.tensors, sharded=sharded)
+    renaming = rename(module, checkpoint.tensors, sharded=len(checkpoint.files) > 1)
     state = module.state_dict(keep_vars=True)
-    stored, ignored = _match(module, state, renaming.names, checkpoint)
+    unused: tuple[str, ...] = ()
     if renaming.converted:
         sources = _library_sources(module, state, device)
     else:
+        stored, unused = _match(module, state, renaming.names, checkpoint, allow_unexpected)
         sources = _sources(module, state, stored, dtype, device)
-        _check(checkpoint, component, module, state, stored, sources)
+        problems = find_problems(state, stored, sources)
+        if problems:
+            raise CheckpointError(
+                f"{checkpoint.folder} does not fit {component} ({type(module).__name__}): "
+                f"{'; '.join(problems)}"
+            )
     return LoadPlan(
         component=component,
         cls=type(module),
@@ -100,7 +123,7 @@ def plan_tensors(
         dtype=dtype,
         sources=sources,
         variant=checkpoint.variant,
-        ignored_keys=ignored,
+        unused_keys=unused,
         skeleton=skeleton,
     )
 
@@ -110,13 +133,14 @@ def _match(
     state: Mapping[str, torch.Tensor],
     names: Mapping[str, str],
     checkpoint: Checkpoint,
+    allow_unexpected: bool,
 ) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The stored tensor of each name (also of unknown names), and the keys that nobody wants."""
+    """The stored tensor of each name (also of unknown names), and the keys to leave unused."""
     stored: dict[str, StoredTensor] = {}
-    ignored = []
+    unused = []
     for key, name in names.items():
-        if name not in state and is_ignored(module, name):
-            ignored.append(key)
+        if name not in state and (allow_unexpected or is_ignored(module, name)):
+            unused.append(key)
         elif name in stored:
             raise CheckpointError(
                 f"{checkpoint.folder}: {stored[name].key!r} and {key!r} are both {name!r} of a "
@@ -124,7 +148,7 @@ def _match(
             )
         else:
             stored[name] = checkpoint.tensors[key]
-    return stored, tuple(ignored)
+    return stored, tuple(unused)
 
 
 def _sources(
@@ -140,10 +164,10 @@ def _sources(
     diffusers = library_of(type(module)) == "diffusers"
     sources = {}
     for name, tensor in present.items():
-        wanted = _name(state[name].dtype)
+        wanted = dtype_name(state[name].dtype)
         if name in float32:
             wanted = "float32"
-        elif diffusers and _is_floating(tensor.dtype):
+        elif diffusers and "float" in tensor.dtype:
             wanted = dtype  # diffusers casts whatever dtype the parameter was made with
         sources[name] = TensorSource(
             kind=SourceKind.CHECKPOINT,
@@ -193,7 +217,7 @@ def _computed(
         name: TensorSource(
             kind=SourceKind.COMPUTED,
             shape=tuple(buffer.shape),
-            dtype=_name(buffer.dtype),
+            dtype=dtype_name(buffer.dtype),
             device=device,
         )
         for name, buffer in module.named_buffers(remove_duplicate=False)
@@ -209,48 +233,10 @@ def _library_sources(
         name: TensorSource(
             kind=SourceKind.TIED if name in tied else SourceKind.LIBRARY,
             shape=tuple(tensor.shape),
-            dtype=_name(tensor.dtype),
+            dtype=dtype_name(tensor.dtype),
             device=device,
             tied_to=tied.get(name),
         )
         for name, tensor in state.items()
     }
     return sources | _computed(module, state, device)
-
-
-def _check(
-    checkpoint: Checkpoint,
-    component: str,
-    module: torch.nn.Module,
-    state: Mapping[str, torch.Tensor],
-    stored: Mapping[str, StoredTensor],
-    sources: Mapping[str, TensorSource],
-) -> None:
-    problems = []
-    missing = [name for name in state if name not in sources]
-    unexpected = [tensor.key for name, tensor in stored.items() if name not in state]
-    shapes = [
-        f"{name} (stored {list(stored[name].shape)}, wanted {list(tensor.shape)})"
-        for name, tensor in state.items()
-        if name in stored and stored[name].shape != tuple(tensor.shape)
-    ]
-    if missing:
-        problems.append(f"missing {with_nearest(missing, unexpected)}")
-    if unexpected:
-        problems.append(f"unexpected {with_nearest(unexpected, missing or list(state))}")
-    if shapes:
-        problems.append(f"of another shape {and_more(shapes)}")
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint.folder} does not fit {component} ({type(module).__name__}): "
-            f"{'; '.join(problems)}; config.json and the weight files belong to different models, "
-            "or the download is incomplete"
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _is_floating(dtype: str) -> bool:
-    return "float" in dtype
