@@ -1,0 +1,110 @@
+"""NVIDIA GPUs. Availability and the list of devices need neither torch nor a device context."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from omnistage.platforms.attention_probe import usable_attention_kernels
+from omnistage.platforms.base import Capabilities, DeviceInfo, MemoryStats, Platform
+from omnistage.platforms.cuda_driver import DriverDevice, free_bytes, probe_driver
+from omnistage.platforms.torch_build import package_version, torch_cuda_version, torch_version
+
+BFLOAT16_FROM = (8, 0)
+FLOAT8_FROM = (8, 9)
+
+
+class CudaPlatform(Platform):
+    """See `Platform`."""
+
+    device_type = "cuda"
+
+    def unavailable_reason(self) -> str | None:
+        if torch_cuda_version() is None:
+            return (
+                f"the installed torch ({torch_version()}) is built without CUDA; install a CUDA "
+                "build (https://pytorch.org/get-started)"
+            )
+        return probe_driver().problem
+
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        if self.unavailable_reason():
+            return ()
+        return tuple(_info(device) for device in probe_driver().devices)
+
+    def default_dtype(self, device: str) -> str:
+        """bfloat16 from compute capability 8.0 on, float16 before."""
+        capability = self.device_info(device).compute_capability or (0, 0)
+        return "bfloat16" if capability >= BFLOAT16_FROM else "float16"
+
+    def stream(self, device: str) -> Any:
+        import torch
+
+        return torch.cuda.Stream(device=device)
+
+    def current_stream(self, device: str) -> Any:
+        import torch
+
+        return torch.cuda.current_stream(device)
+
+    def stream_scope(self, stream: Any) -> AbstractContextManager[Any]:
+        import torch
+
+        scope: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return scope
+
+    def event(self, device: str, *, timing: bool = False) -> Any:
+        """Belongs to the device of the stream that first records it."""
+        import torch
+
+        return torch.cuda.Event(enable_timing=timing)
+
+    def synchronize(self, device: str) -> None:
+        import torch
+
+        torch.cuda.synchronize(device)
+
+    def memory_stats(self, device: str) -> MemoryStats:
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return MemoryStats(
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+            peak_bytes=torch.cuda.max_memory_allocated(device),
+            free_bytes=free,
+            total_bytes=total,
+        )
+
+    def peak_memory_mb(self, device: str, *, reset: bool = False) -> float:
+        """Of torch's allocator in this process."""
+        import torch
+
+        peak_mb: float = torch.cuda.max_memory_allocated(device) / 1e6
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return peak_mb
+
+    def capabilities(self, device: str) -> Capabilities:
+        info = self.device_info(device)
+        capability = info.compute_capability or (0, 0)
+        return Capabilities(
+            device=info.name,
+            label=info.label,
+            compute_capability=info.compute_capability,
+            attention_kernels=usable_attention_kernels(info.name, self.default_dtype(device)),
+            triton=package_version("triton"),
+            bfloat16=capability >= BFLOAT16_FROM,
+            float8=capability >= FLOAT8_FROM,
+        )
+
+
+def _info(device: DriverDevice) -> DeviceInfo:
+    return DeviceInfo(
+        name=f"cuda:{device.index}",
+        index=device.index,
+        label=device.label,
+        total_bytes=device.total_bytes,
+        free_bytes=free_bytes(device.pci_bus_id),
+        compute_capability=device.compute_capability,
+    )
