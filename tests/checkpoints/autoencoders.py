@@ -50,7 +50,8 @@ def flux2_autoencoder(latent_channels: int = 4) -> diffusers.AutoencoderKLFlux2:
 
 
 def deep_compression_autoencoder(latent_channels: int = 4) -> diffusers.AutoencoderDC:
-    """Sana's, of two levels, the inner one with linear attention; its latents have no mean."""
+    """Sana's, of two levels, the inner one with linear attention. Encodes to latents outright, not
+    to a distribution."""
     from diffusers import AutoencoderDC
 
     return AutoencoderDC(
@@ -86,12 +87,16 @@ def movq(latent_channels: int = 4) -> diffusers.VQModel:
     )
 
 
-def qwen_image_autoencoder(levels: int = 2, base_dim: int = 4) -> diffusers.AutoencoderKLQwenImage:
-    """A video autoencoder run on one frame: latents (B, 4, 1, H / 2**levels, W / 2**levels)."""
+def qwen_image_autoencoder(levels: int = 2) -> diffusers.AutoencoderKLQwenImage:
+    """A video autoencoder run on one frame: latents (B, 4, 1, H / 2**levels, W / 2**levels).
+
+    Its norms divide by the length of the channels' vector, which for fewer than 4 channels comes
+    near 0 often enough to make pictures chaotic.
+    """
     from diffusers import AutoencoderKLQwenImage
 
     return AutoencoderKLQwenImage(
-        base_dim=base_dim,
+        base_dim=4,
         z_dim=4,
         dim_mult=[1] + [2] * levels,
         num_res_blocks=1,
