@@ -43,7 +43,7 @@ def read_options(values: Mapping[str, Any]) -> DiffusionOptions:
     options = DiffusionOptions(**values)
     for name in _INTEGERS:
         value = getattr(options, name)
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ConfigurationError(f"option {name} must be a positive integer, got {value!r}")
     for name in ("vae_tiling", "vae_slicing"):
         value = getattr(options, name)

@@ -127,12 +127,13 @@ class PipelineWatch:
         return len(timesteps) - (getattr(main, "begin_index", None) or 0)
 
     def _step_marker(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Changes with every step. Schedulers without a step index (DDIM, PNDM …) are told by the
+        """Changes with every step. Schedulers that count nothing (DDIM, DDPM …) are told by the
         timestep that the denoiser gets; reading it waits for the device, as their own step does."""
         if self._schedulers is None:
             self._schedulers = schedulers_of(self._pipeline)
-        if self._schedulers and all(hasattr(one, "step_index") for one in self._schedulers):
-            return tuple(one.step_index for one in self._schedulers)
+        counters = [_counter(one) for one in self._schedulers]
+        if counters and None not in counters:
+            return tuple(getattr(*counter) for counter in counters)
         return (_timestep(args, kwargs, self.denoiser_calls),)
 
     def _before_decoder(self, module: nn.Module, args: Any) -> None:
@@ -151,6 +152,14 @@ class PipelineWatch:
         tensor = getattr(tensor, "sample", tensor)
         if isinstance(tensor, torch.Tensor):
             self._broken.append(~torch.isfinite(tensor).all())
+
+
+def _counter(scheduler: Any) -> tuple[Any, str] | None:
+    """Where a scheduler counts its steps: `step_index`, or `counter` (PNDM)."""
+    for name in ("step_index", "counter"):
+        if hasattr(scheduler, name):
+            return scheduler, name
+    return None
 
 
 def _timestep(args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from omnistage.contracts.errors import ConfigurationError
+from omnistage.diffusion.options import DiffusionOptions, read_options
+from omnistage.diffusion.runtime import DiffusionRuntime
+from tests.diffusion.driver import diffusion_stage
+
+
+def test_defaults_and_values():
+    assert read_options({}) == DiffusionOptions()
+    assert read_options({"vae_tiling": True, "max_pixels": 9}).max_pixels == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vae_tilling": True}, "did you mean 'vae_tiling'"),
+        ({"zzz": 1}, "allowed: execution_mode"),
+        ({"max_pixels": 0}, "max_pixels must be a positive integer, got 0"),
+        ({"max_pixels": True}, "max_pixels must be a positive integer, got True"),
+        ({"vae_slicing": "yes"}, "vae_slicing must be true or false, got 'yes'"),
+        ({"image_input": "never"}, "image_input must be 'optional' or 'required', got 'never'"),
+        ({"execution_mode": "step"}, "execution_mode 'step' is not there; allowed: request"),
+    ],
+)
+def test_what_is_wrong_is_named(options, words):
+    with pytest.raises(ConfigurationError, match=r"option|execution_mode") as caught:
+        DiffusionRuntime.scheduler(diffusion_stage("/nowhere", options=options))
+    assert words in caught.value.message
