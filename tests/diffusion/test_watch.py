@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import pytest
 
 from omnistage.contracts.errors import RequestCancelledError
@@ -30,6 +32,7 @@ def count_steps(monkeypatch):
         calls = []
         step = scheduler.step
 
+        @wraps(step)  # pipelines look at its signature
         def counted(*args, **kwargs):
             calls.append(None)
             return step(*args, **kwargs)
