@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,12 @@ async def open_client(
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield client
+
+
+@pytest.fixture(autouse=True)
+def logs_reach_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test before this one configured."""
+    monkeypatch.setattr(logging.getLogger("omnistage"), "propagate", True)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from omnistage.config.pipeline import ExecutionType, PipelineConfig, StageConfig
 from omnistage.config.resolved import OmniConfig, ResolvedStage
-from omnistage.contracts.errors import OmniError
+from omnistage.contracts.errors import OmniError, UnavailableError
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.outputs import FinishReason, OmniProgress, OmniRequestOutput
 from omnistage.contracts.requests import OmniPrompt, PromptLike
@@ -52,10 +53,12 @@ class FakeMetrics:
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, int]] = []
         self.images = 0
+        self.recorded = asyncio.Event()
 
     def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
         assert seconds >= 0
         self.requests.append((route, method, status))
+        self.recorded.set()
 
     def images_generated(self, count: int) -> None:
         self.images += count
@@ -83,6 +86,8 @@ class FakeEngine:
         self.state = FakeHealth()
         self.error = error
         self.error_after_progress = False
+        self.picture_noise = False
+        self.stopped = False
         self.start_error: OmniError | None = None
         self.start_gate = asyncio.Event()
         self.start_gate.set()
@@ -93,22 +98,28 @@ class FakeEngine:
         self.calls: list[Call] = []
         self.aborted_ids: list[str] = []
         self.active: set[str] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.lifecycle: list[str] = []
+        self.report: Callable[[str], None] = lambda word: None
+        """Called with what the engine is told to do, and "running" for each request."""
 
     async def start(self) -> None:
-        self.lifecycle.append("start")
+        self._say("start")
         await self.start_gate.wait()
         if self.start_error is not None:
             raise self.start_error
 
     async def drain(self, timeout_s: float) -> None:
-        self.lifecycle.append("drain")
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while self.active and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.005)
+        self._say("drain")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.idle.wait()
 
     async def shutdown(self) -> None:
-        self.lifecycle.append("shutdown")
+        self._say("shutdown")
+        self.stopped = True
+        self.hold.set()
 
     async def abort(self, request_id: str) -> None:
         self.aborted_ids.append(request_id)
@@ -143,6 +154,7 @@ class FakeEngine:
         if self.error is not None and not self.error_after_progress:
             raise self.error
         self.active.add(request_id)
+        self.idle.clear()
         try:
             async for event in self._events(call):
                 yield event
@@ -152,6 +164,8 @@ class FakeEngine:
             raise
         finally:
             self.active.discard(request_id)
+            if not self.active:
+                self.idle.set()
 
     async def _events(self, call: Call) -> AsyncIterator[OmniRequestOutput]:
         yield OmniRequestOutput(
@@ -162,16 +176,28 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.running.set()
+        self.report("running")
         await self.hold.wait()
+        if self.stopped:
+            raise UnavailableError("the engine shut down")
         yield OmniRequestOutput(
             request_id=call.request_id,
             modality=Modality.IMAGE,
-            images=[_picture(call.params, i) for i in range(call.params.num_outputs_per_prompt)],
+            images=self._pictures(call.params),
             finished=True,
             finish_reason=FinishReason.STOP,
         )
 
+    def _pictures(self, params: OmniDiffusionSamplingParams) -> list[Image.Image]:
+        size = (params.width or DEFAULT_SIDE, params.height or DEFAULT_SIDE)
+        if self.picture_noise:
+            picture = Image.effect_noise(size, 90).convert("RGB")
+            return [picture] * params.num_outputs_per_prompt
+        return [
+            Image.new("RGB", size, COLOURS[index % len(COLOURS)])
+            for index in range(params.num_outputs_per_prompt)
+        ]
 
-def _picture(params: OmniDiffusionSamplingParams, index: int) -> Image.Image:
-    size = (params.width or DEFAULT_SIDE, params.height or DEFAULT_SIDE)
-    return Image.new("RGB", size, COLOURS[index % len(COLOURS)])
+    def _say(self, word: str) -> None:
+        self.lifecycle.append(word)
+        self.report(word)

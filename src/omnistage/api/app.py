@@ -18,8 +18,9 @@ from omnistage.api.middleware.auth import AuthMiddleware
 from omnistage.api.middleware.body_limit import BodyLimitMiddleware
 from omnistage.api.middleware.request_scope import RequestScopeMiddleware
 from omnistage.api.openapi import ERROR_RESPONSES, install_openapi
+from omnistage.api.protocol.chat import ChatRequest
 from omnistage.api.protocol.images import ImageGenerationRequest
-from omnistage.api.routes import images, operations
+from omnistage.api.routes import chat, images, operations
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
 
@@ -58,8 +59,9 @@ def create_app(
     )
     app.include_router(operations.router)
     app.include_router(images.router)
+    app.include_router(chat.router)
     install_error_handlers(app)
-    install_openapi(app, [ImageGenerationRequest])
+    install_openapi(app, [ImageGenerationRequest, ChatRequest])
     app.add_middleware(BodyLimitMiddleware, settings=settings)
     app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)
     app.add_middleware(RequestScopeMiddleware, metrics=engine.metrics)

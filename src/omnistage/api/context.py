@@ -56,7 +56,8 @@ class AppContext:
         """Raises `NotFoundError` when a request names a model that is not served."""
         if name not in (None, self.model_name, self.engine.config.model):
             raise NotFoundError(
-                f"model {name!r} is not served here; available: {self.model_name!r}", param="model"
+                f"model {name!a} is not served here; available: {self.model_name!r}",
+                param="model",
             )
 
     def check_makes_images(self) -> None:

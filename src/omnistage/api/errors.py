@@ -68,7 +68,7 @@ def report(error: BaseException) -> OmniError:
     known = as_omni_error(error)
     if known is not error:
         logger.error("unexpected %s", type(error).__name__, exc_info=error)
-    elif known.status >= 500:
+    elif known.status >= 500 and (known.detail or not isinstance(known, UnavailableError)):
         logger.error("%s: %s\n%s", known.type, known.message, known.detail or "")
     return known
 

@@ -41,7 +41,7 @@ class ImageJob:
         if self.inputs:
             pictures["image"] = self.inputs
         if self.mask is not None:
-            pictures["mask_image"] = self.mask
+            pictures["mask"] = self.mask
         if pictures:
             prompt["multi_modal_data"] = pictures
         return prompt
@@ -77,7 +77,7 @@ async def run_job(
         job.engine_prompt(),
         job.params,
         request.state.engine_request_id,
-        output_modalities=frozenset({Modality.IMAGE}),
+        output_modalities=[Modality.IMAGE],
         trace_context=request.state.trace_context,
     )
     async with aclosing(events):  # type: ignore[type-var]

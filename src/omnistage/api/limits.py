@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omnistage.api.protocol.base import DiffusionKnobs
 from omnistage.api.settings import ApiSettings
-from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
 
 ImageSize = tuple[int, int]
 """Width and height in pixels."""
@@ -22,6 +22,14 @@ def check_bound(name: str, value: int | None, bound: int, what: str) -> None:
     if value is not None and value > bound:
         raise InvalidRequestError(
             f"{name}: {value} is over this server's limit of {bound} {what}", param=name
+        )
+
+
+def check_output(output_format: str, compression: int | None) -> None:
+    if output_format == "png" and compression not in (None, 100):
+        raise UnsupportedCombinationError(
+            "output_compression needs output_format 'jpeg' or 'webp'; png loses nothing",
+            param="output_compression",
         )
 
 

@@ -165,18 +165,21 @@ def read_local_file(url: str, *, root: Path | None, max_bytes: int) -> bytes:
         )
     path = _path_below(url, root.resolve())
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidRequestError("the file: URL names no regular file")
+            if status.st_size > max_bytes:
+                raise PayloadTooLargeError(
+                    f"the file has {status.st_size} bytes; at most {max_bytes} are taken"
+                )
+            return file.read(max_bytes + 1)
     except OSError as error:
         raise InvalidRequestError("the file: URL names no readable file") from error
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidRequestError("the file: URL names no regular file")
-        if status.st_size > max_bytes:
-            raise PayloadTooLargeError(
-                f"the file has {status.st_size} bytes; at most {max_bytes} are taken"
-            )
-        return file.read(max_bytes + 1)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _path_below(url: str, root: Path) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -16,6 +17,9 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request cannot be served as it is"},
     "5XX": {"model": ErrorResponse, "description": "The server cannot serve it, or not now"},
 }
+
+BEARER = Security(HTTPBearer(auto_error=False, description="One of the server's API keys."))
+"""Documents the key; `AuthMiddleware` checks it."""
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class AuthMiddleware:
                 "no API key was given; send the header 'Authorization: Bearer <key>'"
             )
         scheme, _, key = authorization.partition(" ")
-        given = key.strip().encode()
+        given = key.strip().encode("latin-1")
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             return AuthenticationError("the API key is wrong; send 'Authorization: Bearer <key>'")

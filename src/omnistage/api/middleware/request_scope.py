@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 access_log = get_logger("omnistage.access")
 
+UNMATCHED = "unmatched"
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:=/+@-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_LOGGED_PATH_CHARS = 200
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class RequestScopeMiddleware:
     """`state.request_id` is the client's X-Request-Id or a new one; `state.engine_request_id` is
-    unique also when clients repeat theirs."""
+    unique also when clients repeat theirs. A stream that fails behind its status line sets
+    `state.outcome_status`."""
 
     def __init__(self, app: ASGIApp, *, metrics: EngineMetrics) -> None:
         self._app = app
@@ -45,14 +48,16 @@ class RequestScopeMiddleware:
             try:
                 await exchange.run(app, receive)
             finally:
-                self._record(scope, exchange.status, time.monotonic() - started_s)
+                status = scope["state"].get("outcome_status", exchange.status)
+                self._record(scope, status, time.monotonic() - started_s)
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "unmatched")
+        route = getattr(scope.get("route"), "path_format", UNMATCHED)
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         self._metrics.http_request(route, method, status, seconds)
         client = (scope.get("client") or ("-",))[0]
-        access_log.info("%s %s %d %.3f s from %s", method, route, status, seconds, client)
+        path = ascii(scope["path"][:_MAX_LOGGED_PATH_CHARS])[1:-1]
+        access_log.info("%s %s %d %.3f s from %s", method, path, status, seconds, client)
 
 
 class _Exchange:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,7 +12,15 @@ MAX_SEED = 2**63 - 1
 LONGEST_SIDE_PIXELS = 65_535
 
 
-def unknown_field(name: str, allowed: list[str]) -> PydanticCustomError:
+def unknown_field(
+    name: str, allowed: list[str], inapplicable: frozenset[str]
+) -> PydanticCustomError:
+    if name in inapplicable:
+        return PydanticCustomError(
+            "inapplicable_field",
+            "has no meaning for a model that makes images; leave it out",
+            {"field": name},
+        )
     nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
     hint = f"did you mean '{nearest[0]}'?" if nearest else f"allowed: {', '.join(sorted(allowed))}"
     return PydanticCustomError(
@@ -21,7 +29,12 @@ def unknown_field(name: str, allowed: list[str]) -> PydanticCustomError:
 
 
 class ApiModel(BaseModel):
-    """A body or a part of one. Unknown fields and loosely typed values are errors."""
+    """A body or a part of one. Unknown fields and loosely typed values are errors.
+
+    `inapplicable` names fields of OpenAI's that get an explanation instead of a guess.
+    """
+
+    inapplicable: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -32,7 +45,7 @@ class ApiModel(BaseModel):
             allowed = list(cls.model_fields)
             for name in data:
                 if name not in cls.model_fields:
-                    raise unknown_field(str(name), allowed)
+                    raise unknown_field(str(name), allowed, cls.inapplicable)
         return data
 
 
@@ -48,9 +61,10 @@ def _no_nul(text: str) -> str:
     return text
 
 
-CleanText = Annotated[str, AfterValidator(_no_nul)]
-PromptText = Annotated[CleanText, Field(min_length=1, description="What to draw.")]
-ModelName = Annotated[CleanText, Field(min_length=1, max_length=512)]
+NO_NUL = AfterValidator(_no_nul)
+CleanText = Annotated[str, NO_NUL]
+PromptText = Annotated[str, Field(min_length=1, description="What to draw."), NO_NUL]
+ModelName = Annotated[str, Field(min_length=1, max_length=512), NO_NUL]
 Size = Annotated[
     str,
     Field(

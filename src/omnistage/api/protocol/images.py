@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from omnistage.api.protocol.base import (
-    CleanText,
+    NO_NUL,
     DiffusionKnobs,
     ModelName,
     PromptText,
@@ -30,7 +30,7 @@ class ImageFields(DiffusionKnobs):
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
     quality: Literal["auto", "low", "medium", "high", "standard", "hd"] | None = None
     background: Literal["auto", "opaque", "transparent"] | None = None
-    user: Annotated[CleanText, Field(max_length=512)] | None = None
+    user: Annotated[str, Field(max_length=512), NO_NUL] | None = None
     stream: bool | None = None
 
 

@@ -14,14 +14,15 @@ from starlette.responses import Response
 from omnistage.api.body import read_json
 from omnistage.api.context import AppContext, context_of
 from omnistage.api.disconnect import until_disconnect
+from omnistage.api.edit_form import EDIT_FORM_BODY, read_edit_form
 from omnistage.api.generation import ImageJob, diffusion_params, finished_images
-from omnistage.api.limits import check_limits, parse_size
-from omnistage.api.openapi import json_body
+from omnistage.api.limits import check_limits, check_output, parse_size
+from omnistage.api.openapi import BEARER, json_body
 from omnistage.api.protocol.images import ImageFields, ImageGenerationRequest, ImagesResponse
 from omnistage.api.render import encode_image, to_base64, to_data_url
-from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
+from omnistage.contracts.errors import InvalidRequestError
 
-router = APIRouter()
+router = APIRouter(dependencies=[BEARER])
 
 
 @router.post(
@@ -35,6 +36,20 @@ async def generate_images(request: Request) -> Response:
     body = await read_json(request, ImageGenerationRequest)
     job = image_job(context, body)
     return await until_disconnect(request.receive, _answer(context, request, body, job))
+
+
+@router.post(
+    "/v1/images/edits",
+    response_model=ImagesResponse,
+    summary="Change pictures as a prompt says",
+    openapi_extra=EDIT_FORM_BODY,
+)
+async def edit_images(request: Request) -> Response:
+    context = context_of(request)
+    context.lifecycle.check_serving()
+    form = await read_edit_form(request)
+    job = image_job(context, form.fields, inputs=form.images, mask=form.mask)
+    return await until_disconnect(request.receive, _answer(context, request, form.fields, job))
 
 
 def image_job(
@@ -70,11 +85,7 @@ def _check_supported(fields: ImageFields) -> None:
             "background: 'transparent' is not offered; allowed: 'auto', 'opaque'",
             param="background",
         )
-    if fields.output_format == "png" and fields.output_compression not in (None, 100):
-        raise UnsupportedCombinationError(
-            "output_compression needs output_format 'jpeg' or 'webp'; png loses nothing",
-            param="output_compression",
-        )
+    check_output(fields.output_format, fields.output_compression)
 
 
 async def _answer(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -10,28 +11,42 @@ from starlette.responses import JSONResponse, Response
 from omnistage import __version__
 from omnistage.api.context import Phase, context_of
 from omnistage.api.protocol.operations import Health, Model, ModelList, Root, Version
-from omnistage.contracts.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from omnistage.engine.health import EngineHealth
 
 router = APIRouter()
 
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
-@router.get("/health", response_model=Health, summary="Can the engine do its work now?")
+
+def get(path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """Answer GET, and HEAD, which the schema leaves out."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        router.add_api_route(path, endpoint, methods=["GET"], **options)
+        router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+        return endpoint
+
+    return register
+
+
+@get("/health", response_model=Health, summary="Can the engine do its work now?")
 async def health(request: Request) -> Response:
-    context = context_of(request)
-    return _health(request, healthy=context.lifecycle.phase is not Phase.STARTING)
+    phase = context_of(request).lifecycle.phase
+    state = context_of(request).engine.health()
+    healthy = state.live and (state.ready or phase is Phase.DRAINING)
+    return _render(phase, state, healthy=healthy and phase is not Phase.STARTING)
 
 
-@router.get("/ready", response_model=Health, summary="Would a new request be taken?")
+@get("/ready", response_model=Health, summary="Would a new request be taken?")
 async def ready(request: Request) -> Response:
-    context = context_of(request)
-    return _health(request, healthy=context.lifecycle.phase is Phase.SERVING)
+    phase = context_of(request).lifecycle.phase
+    state = context_of(request).engine.health()
+    return _render(phase, state, healthy=state.live and state.ready and phase is Phase.SERVING)
 
 
-def _health(request: Request, *, healthy: bool) -> Response:
-    context = context_of(request)
-    state = context.engine.health()
-    healthy = healthy and state.live and state.ready
-    phase = context.lifecycle.phase
+def _render(phase: Phase, state: EngineHealth, *, healthy: bool) -> Response:
     if phase is Phase.SERVING:
         status = "ok" if healthy else "unhealthy"
     else:
@@ -46,18 +61,18 @@ def _health(request: Request, *, healthy: bool) -> Response:
     return JSONResponse(body, status_code=200 if healthy else 503)
 
 
-@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+@get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     data, content_type = context_of(request).engine.metrics.render()
     return Response(data, media_type=content_type)
 
 
-@router.get("/version", response_model=Version)
+@get("/version", response_model=Version)
 async def version() -> Response:
     return JSONResponse({"version": __version__})
 
 
-@router.get("/", response_model=Root, summary="Where to go from here")
+@get("/", response_model=Root, summary="Where to go from here")
 async def root(request: Request) -> Response:
     body = {
         "name": "omnistage",
@@ -69,18 +84,14 @@ async def root(request: Request) -> Response:
     return JSONResponse(body)
 
 
-@router.get("/v1/models", response_model=ModelList)
+@get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [_model(request)]})
 
 
-@router.get("/v1/models/{model_id:path}", response_model=Model)
+@get("/v1/models/{model_id:path}", response_model=Model)
 async def retrieve_model(request: Request, model_id: str) -> Response:
-    if model_id != context_of(request).model_name:
-        raise NotFoundError(
-            f"model {ascii(model_id)[:200]} is not served here; GET /v1/models lists what is",
-            param="model",
-        )
+    context_of(request).check_model(model_id)
     return JSONResponse(_model(request))
 
 

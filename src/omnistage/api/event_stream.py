@@ -1,0 +1,91 @@
+"""Server-sent events with one terminal outcome, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from omnistage.api.disconnect import until_disconnect
+from omnistage.api.errors import error_body, report
+from omnistage.contracts.errors import OmniError, RequestCancelledError, SlowClientError
+
+DONE = "data: [DONE]\n\n"
+
+
+def data_event(text: str) -> str:
+    """One event; `text` holds no line break."""
+    return f"data: {text}\n\n"
+
+
+def comment(text: str) -> str:
+    """A line that clients skip. It keeps proxies and dead-peer detection awake."""
+    return f": {text}\n\n"
+
+
+class EventStream(Response):
+    """Sends `events` as they come.
+
+    A failure before the first one is raised and so gets its own HTTP status. A later one becomes a
+    last event with the error, and no `[DONE]`. A hang-up, or a client that reads nothing for
+    `slow_client_timeout_s`, closes the generator.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], *, slow_client_timeout_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._slow_client_timeout_s = slow_client_timeout_s
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._run(send))
+        except Exception as error:
+            if not self._started:
+                raise
+            known = report(error)
+            scope["state"]["outcome_status"] = known.status
+            await self._end_with(known, send)
+
+    async def _run(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not self._started:
+                    await self._start(send)
+                await self._send(send, event, more=True)
+        await self._send(send, "", more=False)
+
+    async def _start(self, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        self._started = True
+
+    async def _send(self, send: Send, text: str, *, more: bool) -> None:
+        message: Message = {
+            "type": "http.response.body",
+            "body": text.encode(),
+            "more_body": more,
+        }
+        try:
+            async with asyncio.timeout(self._slow_client_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise SlowClientError(
+                f"the client read nothing for {self._slow_client_timeout_s:g} s"
+            ) from None
+
+    async def _end_with(self, error: OmniError, send: Send) -> None:
+        if isinstance(error, RequestCancelledError):
+            return
+        await self._send(send, data_event(json.dumps(error_body(error))), more=False)
