@@ -26,7 +26,8 @@ class Profiler:
 
     def __init__(self, directory: Path, *, stage: str, replica: int, rank: int = 0) -> None:
         self._directory = directory
-        self._labels: dict[str, str | int] = {"stage": stage, "replica": replica, "rank": rank}
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "_", stage)
+        self._labels: dict[str, str | int] = {"stage": plain, "replica": replica, "rank": rank}
         self._profile: Any = None
         self._steps_left = 0
         self._ends_at_s = 0.0
@@ -116,6 +117,6 @@ class Profiler:
             raise InvalidRequestError(f"the profile directory {self._directory} is not writable")
 
     def _file_name(self) -> str:
-        stage = re.sub(r"[^A-Za-z0-9_.-]", "_", str(self._labels["stage"]))
-        where = f"replica{self._labels['replica']}-rank{self._labels['rank']}"
-        return f"{stage}-{where}-{os.getpid()}-{len(self._written)}.json.gz"
+        stage, replica, rank = self._labels.values()
+        process = f"{os.getpid()}-{len(self._written)}"
+        return f"{stage}-replica{replica}-rank{rank}-{process}.json.gz"
