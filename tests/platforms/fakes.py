@@ -25,6 +25,8 @@ class FakePlatform(CpuPlatform):
         return Platform.validate_device(self, device)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
+        if self.reason:
+            return ()
         return tuple(
             DeviceInfo(
                 name=f"fake:{index}",

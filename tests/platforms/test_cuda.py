@@ -14,6 +14,8 @@ import torch
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.platforms import cuda, cuda_driver, registry, torch_build
 from omnistage.platforms.cuda import CudaPlatform
+from omnistage.platforms.presence import visible_accelerators
+from tests.platforms.fakes import FakePlatform
 
 CUDA = CudaPlatform()
 
@@ -223,3 +225,13 @@ def test_capabilities_of_a_card() -> None:
         assert {"flash", "cudnn", "efficient"} <= set(found.attention_kernels)
         assert found.bfloat16
         assert found.float8
+
+
+def test_accelerators_are_the_cards_torch_can_use(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert visible_accelerators() == ("cuda:0", "cuda:1")
+    with registry.register_platform(FakePlatform(count=1)):
+        assert visible_accelerators() == ("cuda:0", "cuda:1", "fake:0")
+    monkeypatch.setattr(cuda, "torch_cuda_version", lambda: None)
+    assert visible_accelerators() == ()

@@ -90,7 +90,7 @@ class Platform(Protocol):
         return None
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        """The devices this process may use, by index."""
+        """The devices this process may use, by index; empty when the kind is unavailable."""
         ...
 
     def default_device(self) -> str:
@@ -147,6 +147,9 @@ class Platform(Protocol):
     def peak_memory_mb(self, device: str, *, reset: bool = False) -> float:
         """Highest use by this process since the last reset, in 10^6 bytes; then reset if asked."""
         ...
+
+    def empty_cache(self, device: str) -> None:
+        """Give memory that the allocator holds unused back to the device."""
 
     def capabilities(self, device: str) -> Capabilities:
         """Found by trying, so the first call on a device may take seconds."""

@@ -85,6 +85,12 @@ class CudaPlatform(Platform):
             torch.cuda.reset_peak_memory_stats(device)
         return peak_mb
 
+    def empty_cache(self, device: str) -> None:
+        import torch
+
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
     def capabilities(self, device: str) -> Capabilities:
         info = self.device_info(device)
         capability = info.compute_capability or (0, 0)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.transport.base import Connector
 from omnistage.transport.inline import InlineConnector
 from omnistage.transport.segments import shared_memory_usable
 from omnistage.transport.shared_memory import SharedMemoryConnector
 
-ConnectorKind = Literal["auto", "inline", "shm"]
-CONNECTOR_KINDS: tuple[ConnectorKind, ...] = ("auto", "inline", "shm")
+CONNECTOR_KINDS = ("auto", "inline", "shm")
 
 
-def make_connector(kind: ConnectorKind, *, shm_threshold_bytes: int) -> Connector:
+def make_connector(kind: str, *, shm_threshold_bytes: int) -> Connector:
     """A connector of this kind; "auto" is "shm" where the kernel can and "inline" elsewhere.
 
     Raises `ConfigurationError` for an unknown kind, a negative threshold, and for "shm" where

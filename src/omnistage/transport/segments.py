@@ -178,9 +178,11 @@ def _alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]
+        open_files = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return False
-    return state not in "ZX"
+    # A process that is being killed loses its descriptors before it becomes a zombie.
+    return state not in "ZX" and bool(open_files)
 
 
 def _name(segment: SharedSegment) -> str:
