@@ -13,6 +13,7 @@ from omnistage.contracts.errors import (
     InvalidRequestError,
     OutOfMemoryError,
     RequestCancelledError,
+    StageLostError,
     UnsupportedCombinationError,
 )
 from omnistage.contracts.identity import RequestIdentity
@@ -80,6 +81,14 @@ def test_a_fault_inside_the_model_is_internal_and_tells_only_the_log(qwen, break
     assert type(emission.error) is InternalError
     assert "/secret/path" not in emission.error.message
     assert "/secret/path" in emission.error.detail
+
+
+def test_a_fault_of_the_device_costs_the_replica(qwen, breaking):
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    breaking(qwen.pipeline.transformer, 0, error)
+    latents = torch.zeros(1, 6, 16)
+    request = request_of({**CALL, "latents": latents}, SEED, None)
+    assert type(qwen.emission(request).error) is StageLostError
 
 
 def test_a_value_error_after_denoising_began_is_no_fault_of_the_caller(qwen, breaking):

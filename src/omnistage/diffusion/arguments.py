@@ -11,6 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -66,6 +67,11 @@ _OWNED_BY_RUNTIME = frozenset(
 """Not allowed in `extra_args`."""
 
 
+@cache
+def signature_of(pipeline_class: type) -> CallSignature:
+    return CallSignature(pipeline_class)
+
+
 class CallSignature:
     """The parameters of a pipeline's `__call__`, with their defaults."""
 
@@ -109,7 +115,7 @@ def call_arguments(
 
     Raises `InvalidRequestError` naming the parameter.
     """
-    signature = CallSignature(type(pipeline))
+    signature = signature_of(type(pipeline))
     check_values(inputs.params, options)
     arguments: dict[str, Any] = {}
     for name, value in _set_parameters(inputs.params).items():

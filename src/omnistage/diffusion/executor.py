@@ -17,8 +17,7 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, ExecutionContext, LoadReporter
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
-from omnistage.diffusion import device
-from omnistage.diffusion.arguments import RUNTIME_PARAMETERS, CallSignature, call_arguments
+from omnistage.diffusion.arguments import RUNTIME_PARAMETERS, call_arguments, signature_of
 from omnistage.diffusion.components import find_parts
 from omnistage.diffusion.failures import classify
 from omnistage.diffusion.inputs import DiffusionInputs, read_inputs
@@ -30,6 +29,7 @@ from omnistage.diffusion.variants import PipelineVariants, image_arguments
 from omnistage.diffusion.watch import PipelineWatch
 from omnistage.memory.budget import MemoryBudget
 from omnistage.memory.pipeline_loader import load_pipeline, plan_pipeline
+from omnistage.platforms.registry import platform_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +52,7 @@ class DiffusionExecutor:
         self._stage = stage
         self._options = options
         self._device = stage.devices[rank]
+        self._platform = platform_of(self._device)
         self._variants: PipelineVariants | None = None
 
     def load(self, report: LoadReporter) -> dict[str, Any]:
@@ -98,12 +99,12 @@ class DiffusionExecutor:
             context.operation("encode")
             inputs = read_inputs(command.data)
             pipeline = self._loaded.choose(inputs)
-            watch = PipelineWatch(pipeline, context, command.identities[0], self._device)
+            watch = PipelineWatch(pipeline, context, command.identities[0], self._synchronize)
             return self._generate(pipeline, inputs, watch)
         except Exception as error:
             failure = classify(error, inputs, watch.denoiser_calls if watch else 0)
         if isinstance(failure, OutOfMemoryError):
-            device.empty_cache(self._device)
+            self._platform.empty_cache(self._device)
         raise failure
 
     def release(self, key: RequestKey) -> None:
@@ -114,7 +115,7 @@ class DiffusionExecutor:
 
     def close(self) -> None:
         self._variants = None
-        device.empty_cache(self._device)
+        self._platform.empty_cache(self._device)
 
     @property
     def _loaded(self) -> PipelineVariants:
@@ -122,9 +123,12 @@ class DiffusionExecutor:
             raise InternalError("the diffusion stage has not loaded its model, or is closed")
         return self._variants
 
+    def _synchronize(self) -> None:
+        self._platform.synchronize(self._device)
+
     def _check_defaults(self, pipeline: DiffusionPipeline) -> None:
         """The stage's default sampling parameters must mean something to the loaded pipeline."""
-        signature = CallSignature(type(pipeline))
+        signature = signature_of(type(pipeline))
         defaults = dict(self._stage.default_sampling_params)
         extra = defaults.pop("extra_args", {})
         names = [name for name in defaults if name not in RUNTIME_PARAMETERS]
@@ -142,10 +146,10 @@ class DiffusionExecutor:
         params = inputs.params
         output_type = params.output_type or "pil"
         defaults = self._stage.default_sampling_params
-        signature = CallSignature(type(pipeline))
+        signature = signature_of(type(pipeline))
         arguments = call_arguments(pipeline, inputs, self._options, defaults)
         arguments |= image_arguments(pipeline, inputs)
-        device.reset_peak(self._device)
+        self._platform.peak_memory_mb(self._device, reset=True)
         with request_settings(pipeline, params), watch.attached(), torch.no_grad():
             result = pipeline(
                 **arguments, generator=self._generator(params), output_type=output_type
@@ -167,7 +171,7 @@ class DiffusionExecutor:
                 "num_inference_steps": arguments.get(
                     "num_inference_steps", signature.default("num_inference_steps")
                 ),
-                "peak_memory_mb": device.peak_memory_mb(self._device),
+                "peak_memory_mb": self._platform.peak_memory_mb(self._device),
                 "timings_s": timings_s,
             },
         )

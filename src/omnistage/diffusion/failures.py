@@ -5,10 +5,15 @@ from __future__ import annotations
 import traceback
 from types import TracebackType
 
-from omnistage.contracts.errors import InvalidRequestError, OmniError, as_omni_error
+from omnistage.contracts.errors import (
+    InvalidRequestError,
+    OmniError,
+    StageLostError,
+    as_omni_error,
+)
 from omnistage.diffusion.inputs import DiffusionInputs
 
-_HOST_MEMORY_MARKS = ("can't allocate memory", "not enough memory")
+_MEMORY_MARKS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
 def classify(error: Exception, inputs: DiffusionInputs | None, denoiser_calls: int) -> OmniError:
@@ -16,15 +21,18 @@ def classify(error: Exception, inputs: DiffusionInputs | None, denoiser_calls: i
 
     What the library's own code raises as `ValueError` before it denoises is its check of the
     inputs. `extra_args` of a wrong type and latents of a wrong shape are found out by then or by
-    the first pass at the latest.
+    the first pass at the latest. After a fault of the device nothing on it can be trusted: the
+    replica has to go (`StageLostError`).
     """
     detail = "".join(traceback.format_exception(error))
     if isinstance(error, OmniError):
         error.detail = error.detail or detail
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
-    if _is_host_memory(error):
+    if _is_memory(error):
         return as_omni_error(MemoryError(str(error)), detail=detail)
+    if type(error).__name__ == "AcceleratorError":
+        return StageLostError("a device of this stage failed; please retry", detail=detail)
     fault = _caller_fault(error, inputs, denoiser_calls) if inputs else None
     if fault is None:
         return as_omni_error(error, detail=detail)
@@ -39,7 +47,7 @@ def _caller_fault(
     checking = denoiser_calls == 0 and _is_from_library(error)
     if checking and isinstance(error, ValueError):
         return f"the model refuses the request: {error}", None
-    if checking and isinstance(error, TypeError) and inputs.params.extra_args:
+    if checking and isinstance(error, TypeError | AttributeError) and inputs.params.extra_args:
         return f"a value in extra_args has the wrong type: {error}", "extra_args"
     is_shape = isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"
     if is_shape and denoiser_calls <= 1 and inputs.arrays:
@@ -48,11 +56,9 @@ def _caller_fault(
     return None
 
 
-def _is_host_memory(error: Exception) -> bool:
-    """torch reports a failed allocation on the host as a plain `RuntimeError`."""
-    return isinstance(error, RuntimeError) and any(
-        mark in str(error) for mark in _HOST_MEMORY_MARKS
-    )
+def _is_memory(error: Exception) -> bool:
+    """torch reports failed allocations outside its device allocator as any `RuntimeError`."""
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _MEMORY_MARKS)
 
 
 def _is_from_library(error: Exception) -> bool:

@@ -21,6 +21,8 @@ def pictures(result: Any, output_type: str) -> np.ndarray | torch.Tensor:
     """
     images = getattr(result, "images", None)
     if images is None:
+        images = getattr(result, "image", None)  # Kandinsky 5
+    if images is None:
         raise InternalError(f"the pipeline returned no images but {type(result).__name__}")
     if output_type == "pil":
         return np.stack([_pixels(image) for image in _flatten(images)])

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 from omnistage.contracts.errors import InvalidRequestError
-from omnistage.diffusion.arguments import CallSignature
+from omnistage.diffusion.arguments import signature_of
 from omnistage.diffusion.inputs import DiffusionInputs
 from omnistage.diffusion.options import DiffusionOptions
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Task = Literal["Img2Img", "Inpaint"]
 
-_IMAGE_NAMES = ("image", "input_images")
+_IMAGE_NAMES = ("image", "input_images", "images")
 _MASK_NAME = "mask_image"
 
 
@@ -33,7 +33,7 @@ class PipelineVariants:
         self._check_counts(inputs)
         if not inputs.images:
             return self.base
-        signature = CallSignature(type(self.base))
+        signature = signature_of(type(self.base))
         takes_images = any(name in signature for name in _IMAGE_NAMES)
         if inputs.masks:
             if takes_images and _MASK_NAME in signature:
@@ -72,9 +72,9 @@ def image_arguments(pipeline: DiffusionPipeline, inputs: DiffusionInputs) -> dic
     """The keyword arguments for the pictures of `inputs`, under the pipeline's own names."""
     arguments: dict[str, Any] = {}
     if inputs.images:
-        signature = CallSignature(type(pipeline))
+        signature = signature_of(type(pipeline))
         name = next(name for name in _IMAGE_NAMES if name in signature)
-        as_list = len(inputs.images) > 1 or name == "input_images"
+        as_list = len(inputs.images) > 1 or name != "image"
         images: Image | list[Image] = list(inputs.images) if as_list else inputs.images[0]
         arguments[name] = images
     if inputs.masks:

@@ -7,14 +7,13 @@ step callback and 17 never read `interrupt`. All of them call their modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import RequestCancelledError
 from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.runtime import ExecutionContext
-from omnistage.diffusion import device
 from omnistage.diffusion.components import find_parts, schedulers_of
 
 if TYPE_CHECKING:
@@ -36,11 +35,11 @@ class PipelineWatch:
         pipeline: Any,
         context: ExecutionContext,
         identity: RequestIdentity,
-        device_name: str,
+        synchronize: Callable[[], None],
     ) -> None:
         self._pipeline = pipeline
         self._parts = find_parts(pipeline)
-        self._device = device_name
+        self._synchronize = synchronize
         self._context = context
         self._identity = identity
         self._schedulers: list[Any] | None = None
@@ -138,7 +137,7 @@ class PipelineWatch:
 
     def _before_decoder(self, module: nn.Module, args: Any) -> None:
         if self._decode_s is None and self._denoise_s is not None:
-            device.synchronize(self._device)
+            self._synchronize()
             self._decode_s = time.perf_counter()
             self._context.operation("decode")
         self._check()

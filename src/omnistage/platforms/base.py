@@ -150,6 +150,7 @@ class Platform(Protocol):
 
     def empty_cache(self, device: str) -> None:
         """Give memory that the allocator holds unused back to the device."""
+        ...
 
     def capabilities(self, device: str) -> Capabilities:
         """Found by trying, so the first call on a device may take seconds."""
