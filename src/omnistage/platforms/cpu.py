@@ -109,6 +109,9 @@ class CpuPlatform(Platform):
             host_memory.reset_peak()
         return peak_mb
 
+    def empty_cache(self, device: str) -> None:
+        pass
+
     def capabilities(self, device: str) -> Capabilities:
         return Capabilities(
             device=self.validate_device(device),
