@@ -1,0 +1,78 @@
+"""Sampling parameters: round trips and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.sampling import (
+    GenericParams,
+    OmniDiffusionSamplingParams,
+    OmniTokenSamplingParams,
+    SamplingParams,
+    merge_defaults,
+)
+from tests.contracts.strategies import structs
+
+CLASSES = (OmniDiffusionSamplingParams, OmniTokenSamplingParams, GenericParams)
+
+
+@pytest.mark.invariant("IO-INV-200")
+@pytest.mark.parametrize("cls", CLASSES)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_round_trip_changes_nothing(cls: type[msgspec.Struct], data: Any) -> None:
+    params = data.draw(structs(cls))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    assert type(again) is cls
+    assert again == params
+
+
+@pytest.mark.invariant("IO-INV-201")
+@pytest.mark.parametrize("cls", CLASSES)
+def test_unknown_parameters_are_refused(cls: type[msgspec.Struct]) -> None:
+    plain = msgspec.to_builtins(cls()) | {"surprise": 1}
+    with pytest.raises(msgspec.ValidationError, match="unknown field `surprise`"):
+        msgspec.convert(plain, SamplingParams)
+
+
+@pytest.mark.invariant("IO-INV-102")
+def test_defaults_fill_only_what_is_open() -> None:
+    asked = OmniDiffusionSamplingParams(height=64, extra_args={"a": 1})
+    merged = merge_defaults(
+        asked, {"height": 128, "width": 32, "extra_args": {"a": 2, "b": 3}, "seed": 7}
+    )
+    assert merged == OmniDiffusionSamplingParams(
+        height=64, width=32, seed=7, extra_args={"a": 1, "b": 3}
+    )
+    assert asked == OmniDiffusionSamplingParams(height=64, extra_args={"a": 1})
+
+
+@pytest.mark.invariant("IO-INV-102")
+def test_falsy_values_of_the_caller_win() -> None:
+    asked = OmniDiffusionSamplingParams(guidance_scale=0.0, seed=0, vae_tiling=False)
+    merged = merge_defaults(asked, {"guidance_scale": 5.0, "seed": 9, "vae_tiling": True})
+    assert merged == asked
+
+
+@pytest.mark.invariant("IO-INV-102")
+def test_a_default_that_names_nothing_is_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="'hight' does not exist"):
+        merge_defaults(OmniDiffusionSamplingParams(), {"hight": 1})
+
+
+@pytest.mark.invariant("IO-INV-102")
+@given(params=structs(OmniTokenSamplingParams))
+@settings(max_examples=30, deadline=None)
+def test_merging_nothing_changes_nothing(params: OmniTokenSamplingParams) -> None:
+    assert merge_defaults(params, {}) == params
+
+
+def test_tensor_fields_exist() -> None:
+    names = {field.name for field in msgspec.structs.fields(OmniDiffusionSamplingParams)}
+    assert set(OmniDiffusionSamplingParams.TENSOR_FIELDS) <= names
