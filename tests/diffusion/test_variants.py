@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from omnistage.contracts.errors import InvalidRequestError
+from omnistage.diffusion.signature import signature_of
 from tests.checkpoints import FAMILIES, checkpoint
 from tests.checkpoints.family import gradient_image
 from tests.diffusion.driver import Driver, diffusion_request
@@ -43,9 +44,7 @@ def sibling(pipeline, class_name):
 
 def picture_call(name, pipeline, **changes):
     """The family's call without a size where the sibling takes it from the picture."""
-    from omnistage.diffusion.arguments import CallSignature
-
-    signature = CallSignature(type(pipeline))
+    signature = signature_of(type(pipeline))
     call = {**FAMILIES[name].call, "image": PICTURE, "strength": 0.5, **changes}
     return {key: value for key, value in call.items() if key in signature}
 

@@ -106,6 +106,8 @@ def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> Sampling
 
     Raises `InvalidRequestError` when a default names no field.
     """
+    if not defaults:
+        return params
     changes: dict[str, Any] = {}
     unset = {f.name: f.default for f in msgspec.structs.fields(params)}
     for name, value in defaults.items():

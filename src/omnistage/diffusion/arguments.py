@@ -7,8 +7,6 @@ out, for they are nobody's wish in particular.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 from collections.abc import Mapping
 from functools import cache
@@ -20,6 +18,7 @@ from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinati
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 from omnistage.diffusion.inputs import DiffusionInputs
 from omnistage.diffusion.options import DiffusionOptions
+from omnistage.diffusion.signature import OWNED_BY_RUNTIME, CallSignature, signature_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -40,69 +39,6 @@ RUNTIME_PARAMETERS = frozenset(
     }
 )
 """Parameters that the runtime itself acts on (`quality` is for whoever renders the picture)."""
-
-_SPELLINGS = {
-    "num_outputs_per_prompt": ("num_images_per_prompt", "num_videos_per_prompt"),
-    "fps": ("fps", "frame_rate"),
-    "image_latent": ("image_latents",),
-    "cfg_normalize": ("cfg_normalize", "cfg_normalization"),
-}
-
-_OWNED_BY_RUNTIME = frozenset(
-    {
-        "prompt",
-        "image",
-        "mask_image",
-        "generator",
-        "output_type",
-        "return_dict",
-        "callback",
-        "callback_steps",
-        "callback_on_step_end",
-        "callback_on_step_end_tensor_inputs",
-        "num_images_per_prompt",
-        "num_videos_per_prompt",
-    }
-)
-"""Not allowed in `extra_args`."""
-
-
-@cache
-def signature_of(pipeline_class: type) -> CallSignature:
-    return CallSignature(pipeline_class)
-
-
-class CallSignature:
-    """The parameters of a pipeline's `__call__`, with their defaults."""
-
-    def __init__(self, pipeline_class: type) -> None:
-        self.pipeline_class = pipeline_class
-        parameters = inspect.signature(pipeline_class.__call__).parameters
-        self._defaults = {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-        }
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._defaults
-
-    def default(self, name: str) -> Any:
-        return self._defaults.get(name)
-
-    def spelling(self, parameter: str) -> str | None:
-        """The pipeline's own name of a sampling parameter, or None."""
-        names = _SPELLINGS.get(parameter, (parameter,))
-        return next((name for name in names if name in self._defaults), None)
-
-    def refuse(self, name: str) -> InvalidRequestError:
-        """The error for a parameter that this pipeline does not take."""
-        allowed = sorted(set(self._defaults) - _OWNED_BY_RUNTIME)
-        nearest = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
-        hint = f"nearest: {', '.join(nearest)}" if nearest else f"it takes: {', '.join(allowed)}"
-        return InvalidRequestError(
-            f"{self.pipeline_class.__name__} does not take {name!r}; {hint}", param=name
-        )
 
 
 def call_arguments(
@@ -161,12 +97,15 @@ def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions)
 
 def _set_parameters(params: OmniDiffusionSamplingParams) -> dict[str, Any]:
     """What was asked for, less what the runtime handles itself."""
-    found = {}
-    for field in msgspec.structs.fields(params):
-        value = getattr(params, field.name)
-        if field.name not in RUNTIME_PARAMETERS and value != field.default:
-            found[field.name] = value
-    return found
+    values = {name: getattr(params, name) for name in _call_parameters()}
+    return {name: value for name, value in values.items() if value != _call_parameters()[name]}
+
+
+@cache
+def _call_parameters() -> dict[str, Any]:
+    """Sampling parameters that belong to the call, with their defaults."""
+    fields = msgspec.structs.fields(OmniDiffusionSamplingParams)
+    return {one.name: one.default for one in fields if one.name not in RUNTIME_PARAMETERS}
 
 
 def _add_extra(
@@ -176,7 +115,7 @@ def _add_extra(
     signature: CallSignature,
 ) -> None:
     for name, value in extra.items():
-        if name in _OWNED_BY_RUNTIME:
+        if name in OWNED_BY_RUNTIME:
             raise InvalidRequestError(
                 f"extra_args must not contain {name!r}: the runtime sets it", param="extra_args"
             )

@@ -17,7 +17,7 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, ExecutionContext, LoadReporter
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
-from omnistage.diffusion.arguments import RUNTIME_PARAMETERS, call_arguments, signature_of
+from omnistage.diffusion.arguments import RUNTIME_PARAMETERS, call_arguments
 from omnistage.diffusion.components import find_parts
 from omnistage.diffusion.failures import classify
 from omnistage.diffusion.inputs import DiffusionInputs, read_inputs
@@ -25,6 +25,7 @@ from omnistage.diffusion.options import DiffusionOptions
 from omnistage.diffusion.outputs import is_finite, pictures
 from omnistage.diffusion.overrides import request_settings, set_autoencoder_feature
 from omnistage.diffusion.scheduler import GENERATE
+from omnistage.diffusion.signature import signature_of
 from omnistage.diffusion.variants import PipelineVariants, image_arguments
 from omnistage.diffusion.watch import PipelineWatch
 from omnistage.memory.budget import MemoryBudget

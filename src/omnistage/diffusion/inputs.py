@@ -61,7 +61,7 @@ def _pictures(
     tensors: Mapping[str, Any], prefix: str, channels: tuple[int, ...]
 ) -> tuple[Image, ...]:
     """The pictures "<prefix>0", "<prefix>1" … without gaps."""
-    pictures = []
+    pictures: list[Image] = []
     while (name := f"{prefix}{len(pictures)}") in tensors:
         pictures.append(_picture(name, tensors[name], channels))
     return tuple(pictures)

@@ -136,6 +136,7 @@ class RequestScheduler:
                 f"got {type(request.params).__name__}"
             )
         params = merge_defaults(request.params, self.defaults)
+        assert isinstance(params, OmniDiffusionSamplingParams)
         names = OmniDiffusionSamplingParams.TENSOR_FIELDS
         arrays = {name: value for name in names if (value := getattr(params, name)) is not None}
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed

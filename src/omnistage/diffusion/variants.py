@@ -6,9 +6,9 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 from omnistage.contracts.errors import InvalidRequestError
-from omnistage.diffusion.arguments import signature_of
 from omnistage.diffusion.inputs import DiffusionInputs
 from omnistage.diffusion.options import DiffusionOptions
+from omnistage.diffusion.signature import signature_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -98,7 +98,8 @@ def sibling_class(pipeline_class: type, task: Task) -> type | None:
     ):
         for family, member in tasks.items():
             if member is pipeline_class and family in table:
-                return table[family]
+                found: type = table[family]
+                return found
     name = pipeline_class.__name__.removesuffix("Pipeline") + task + "Pipeline"
     return getattr(diffusers, name, None)
 
@@ -109,13 +110,13 @@ def share_components(pipeline: DiffusionPipeline, target: type) -> DiffusionPipe
     Raises `InvalidRequestError` when `target` needs a component that `pipeline` lacks.
     (`target.from_pipe` would cast every component to one dtype.)
     """
-    parameters = inspect.signature(target.__init__).parameters
+    parameters = inspect.signature(target).parameters
     settings = {**pipeline.config, **pipeline.components}
     chosen = {name: settings[name] for name in parameters if name in settings}
     missing = [
         name
         for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in chosen and name != "self"
+        if parameter.default is parameter.empty and name not in chosen
     ]
     if missing:
         raise InvalidRequestError(

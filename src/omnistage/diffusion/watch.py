@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_UNCOUNTED = "uncounted"
+
+
 class PipelineWatch:
     """One pipeline call on behalf of one child.
 
@@ -130,9 +133,9 @@ class PipelineWatch:
         timestep that the denoiser gets; reading it waits for the device, as their own step does."""
         if self._schedulers is None:
             self._schedulers = schedulers_of(self._pipeline)
-        counters = [_counter(one) for one in self._schedulers]
-        if counters and None not in counters:
-            return tuple(getattr(*counter) for counter in counters)
+        counts = [_steps_counted(one) for one in self._schedulers]
+        if counts and _UNCOUNTED not in counts:
+            return tuple(counts)
         return (_timestep(args, kwargs, self.denoiser_calls),)
 
     def _before_decoder(self, module: nn.Module, args: Any) -> None:
@@ -153,12 +156,9 @@ class PipelineWatch:
             self._broken.append(~torch.isfinite(tensor).all())
 
 
-def _counter(scheduler: Any) -> tuple[Any, str] | None:
-    """Where a scheduler counts its steps: `step_index`, or `counter` (PNDM)."""
-    for name in ("step_index", "counter"):
-        if hasattr(scheduler, name):
-            return scheduler, name
-    return None
+def _steps_counted(scheduler: Any) -> Any:
+    """`step_index`, None before the first step; PNDM calls it `counter`."""
+    return getattr(scheduler, "step_index", getattr(scheduler, "counter", _UNCOUNTED))
 
 
 def _timestep(args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
