@@ -25,7 +25,7 @@ def resolve_model(model: str) -> Path:
     Raises `CheckpointError` that says what to do.
     """
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return path.resolve()
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(
