@@ -106,9 +106,22 @@ def test_a_mask_without_a_picture_is_refused(driver):
         driver("sd15").run(request)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_grey_and_transparent_pictures_are_taken_as_rgb(channels, driver):
+    grey = np.asarray(PICTURE.convert("L"))
+    picture = np.stack([grey] * channels, axis=2)
+    if channels == 4:
+        picture[:, :, 3] = 255
+    size = {"num_inference_steps": 2, "seed": SEED}
+    ours = driver("sd15").run(diffusion_request(images=(picture,), **size))
+    rgb = np.stack([grey] * 3, axis=2)
+    expected = driver("sd15").run(diffusion_request(images=(rgb,), **size))
+    assert same_bits(ours.tensors["images"], expected.tensors["images"])
+
+
 def test_a_picture_of_the_wrong_kind_is_refused(driver):
     request = diffusion_request(images=(np.zeros((32, 48, 3), np.float32),), seed=SEED)
-    with pytest.raises(InvalidRequestError, match=r"uint8 of shape \(height, width, 3 or 4\)"):
+    with pytest.raises(InvalidRequestError, match=r"uint8 of shape \(height, width, 1, 3 or 4\)"):
         driver("sd15").run(request)
 
 

@@ -33,8 +33,8 @@ class DiffusionInputs:
 
 def read_inputs(data: StageData) -> DiffusionInputs:
     """Take a command's payload apart: fields "prompt", "negative_prompt", "params"; tensors
-    "image_0", "image_1" … (uint8, (height, width, 3 or 4)), "mask_0" … (uint8, (height, width) or
-    with one channel), and the parameters' arrays. Raises `InvalidRequestError`."""
+    "image_0", "image_1" …, "mask_0" … (uint8, (height, width) or (height, width, 1, 3 or 4)), and
+    the parameters' arrays. White in a mask is what changes. Raises `InvalidRequestError`."""
     try:
         params = msgspec.convert(data.fields["params"], OmniDiffusionSamplingParams)
     except msgspec.ValidationError as error:
@@ -43,8 +43,8 @@ def read_inputs(data: StageData) -> DiffusionInputs:
     return DiffusionInputs(
         prompt=_text(data.fields, "prompt"),
         negative_prompt=_text(data.fields, "negative_prompt"),
-        images=_pictures(data.tensors, "image_", channels=(3, 4)),
-        masks=_pictures(data.tensors, "mask_", channels=(1,)),
+        images=_pictures(data.tensors, "image_", mode="RGB"),
+        masks=_pictures(data.tensors, "mask_", mode="L"),
         arrays={name: _array(name, data.tensors[name]) for name in names if name in data.tensors},
         params=params,
     )
@@ -57,31 +57,28 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
     raise InvalidRequestError(f"{name} must be a text, got {type(value).__name__}", param=name)
 
 
-def _pictures(
-    tensors: Mapping[str, Any], prefix: str, channels: tuple[int, ...]
-) -> tuple[Image, ...]:
-    """The pictures "<prefix>0", "<prefix>1" … without gaps."""
+def _pictures(tensors: Mapping[str, Any], prefix: str, mode: str) -> tuple[Image, ...]:
+    """The pictures "<prefix>0", "<prefix>1" … without gaps, converted to a mode of PIL."""
     pictures: list[Image] = []
     while (name := f"{prefix}{len(pictures)}") in tensors:
-        pictures.append(_picture(name, tensors[name], channels))
+        pictures.append(_picture(name, tensors[name]).convert(mode))
     return tuple(pictures)
 
 
-def _picture(name: str, value: Any, channels: tuple[int, ...]) -> Image:
+def _picture(name: str, value: Any) -> Image:
     from PIL import Image
 
     pixels = np.array(host_tensor(value).numpy())
-    if 1 in channels and pixels.ndim == 3 and pixels.shape[2] == 1:
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
-    flat = pixels.ndim == 2 and 1 in channels
-    if pixels.dtype != np.uint8 or not (flat or (pixels.ndim == 3 and pixels.shape[2] in channels)):
+    right_shape = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
+    if pixels.dtype != np.uint8 or not right_shape:
         raise InvalidRequestError(
-            f"{name} must be uint8 of shape (height, width, {' or '.join(map(str, channels))}), "
+            f"{name} must be uint8 of shape (height, width, 1, 3 or 4), "
             f"got {pixels.dtype} {pixels.shape}",
             param=name,
         )
-    picture = Image.fromarray(pixels)
-    return picture if flat else picture.convert("RGB")
+    return Image.fromarray(pixels)
 
 
 def _array(name: str, value: Any) -> torch.Tensor:
