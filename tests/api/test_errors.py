@@ -21,7 +21,7 @@ from tests.api.fake_engine import FakeEngine
 GENERATIONS = "/v1/images/generations"
 
 
-@pytest.mark.invariant("ERR-INV-200")
+@pytest.mark.invariant("ERR-INV-210")
 @pytest.mark.parametrize("name", sorted(error_classes()))
 async def test_every_class_of_error_renders_with_its_status_and_type(
     client: httpx.AsyncClient, engine: FakeEngine, name: str
@@ -41,7 +41,7 @@ async def test_every_class_of_error_renders_with_its_status_and_type(
     assert engine.metrics.requests == [(GENERATIONS, "POST", error.status)]
 
 
-@pytest.mark.invariant("ERR-INV-204")
+@pytest.mark.invariant("ERR-INV-210")
 @pytest.mark.parametrize(
     ("error", "seconds"),
     [
@@ -58,7 +58,7 @@ def test_retry_after_is_whole_seconds_where_a_retry_makes_sense(
     assert error_headers(error).get("Retry-After") == seconds
 
 
-@pytest.mark.invariant("ERR-INV-201")
+@pytest.mark.invariant("ERR-INV-211")
 async def test_an_unexpected_exception_is_logged_once_and_not_shown(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,7 +74,7 @@ async def test_an_unexpected_exception_is_logged_once_and_not_shown(
     assert "secret of the house" in str(record.exc_info[1])
 
 
-@pytest.mark.invariant("ERR-INV-201")
+@pytest.mark.invariant("ERR-INV-211")
 async def test_detail_goes_to_the_log_only(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,7 +97,7 @@ async def test_refusing_work_is_no_error_in_the_log(
     assert caplog.records == []
 
 
-@pytest.mark.invariant("ERR-INV-201")
+@pytest.mark.invariant("ERR-INV-211")
 async def test_prompts_are_not_logged(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,7 +110,7 @@ async def test_prompts_are_not_logged(
     assert "private wish" not in caplog.text
 
 
-@pytest.mark.invariant("ERR-INV-202")
+@pytest.mark.invariant("ERR-INV-212")
 async def test_cancellation_stays_distinct_from_failure(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,7 +122,7 @@ async def test_cancellation_stays_distinct_from_failure(
     assert caplog.records == []
 
 
-@pytest.mark.invariant("ERR-INV-200")
+@pytest.mark.invariant("ERR-INV-210")
 async def test_routing_errors_have_the_same_form(client: httpx.AsyncClient) -> None:
     missing = await client.get("/v1/nothing")
     assert missing.status_code == 404

@@ -153,7 +153,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.invariant("ENTRY-INV-211")
+@pytest.mark.invariant("ENTRY-INV-210")
 @pytest.mark.parametrize("name", ["in%20side.png", "link-in", "folder/../link-in"])
 def test_files_below_the_allowed_directory(tree: Path, name: str) -> None:
     url = f"file://{tree}/{name}"
@@ -162,7 +162,7 @@ def test_files_below_the_allowed_directory(tree: Path, name: str) -> None:
         read_local_file(url, root=tree, max_bytes=5)
 
 
-@pytest.mark.invariant("ENTRY-INV-211")
+@pytest.mark.invariant("ENTRY-INV-210")
 @pytest.mark.parametrize(
     "path",
     [
@@ -184,7 +184,7 @@ def test_nothing_else(tree: Path, path: str) -> None:
         read_local_file("file://" + path.format(root=tree), root=tree, max_bytes=100)
 
 
-@pytest.mark.invariant("ENTRY-INV-211")
+@pytest.mark.invariant("ENTRY-INV-210")
 def test_no_file_of_another_host_and_none_without_the_flag(tree: Path) -> None:
     with pytest.raises(InvalidRequestError, match="outside"):
         read_local_file(f"file://host{tree}/link-in", root=tree, max_bytes=100)

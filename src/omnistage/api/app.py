@@ -17,10 +17,10 @@ from omnistage.api.media_fetch import MediaFetcher
 from omnistage.api.middleware.auth import AuthMiddleware
 from omnistage.api.middleware.body_limit import BodyLimitMiddleware
 from omnistage.api.middleware.request_scope import RequestScopeMiddleware
-from omnistage.api.openapi import ERROR_RESPONSES, install_openapi
+from omnistage.api.openapi import BEARER, ERROR_RESPONSES, install_openapi
 from omnistage.api.protocol.chat import ChatRequest
 from omnistage.api.protocol.images import ImageGenerationRequest
-from omnistage.api.routes import chat, images, operations
+from omnistage.api.routes import chat, images, models, operations
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
 
@@ -58,8 +58,8 @@ def create_app(
         lifecycle=lifecycle or Lifecycle(),
     )
     app.include_router(operations.router)
-    app.include_router(images.router)
-    app.include_router(chat.router)
+    for router in (images.router, chat.router, models.router):
+        app.include_router(router, dependencies=[BEARER] if settings.api_keys else [])
     install_error_handlers(app)
     install_openapi(app, [ImageGenerationRequest, ChatRequest])
     app.add_middleware(BodyLimitMiddleware, settings=settings)

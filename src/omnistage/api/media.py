@@ -9,10 +9,12 @@ import io
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from omnistage.api.media_fetch import MediaFetcher
 from omnistage.api.settings import ApiSettings
@@ -36,7 +38,7 @@ def decode_picture(data: bytes, *, max_pixels: int) -> Image.Image:
             return _plain_colours(ImageOps.exif_transpose(image))
     except (OmniError, MemoryError):
         raise
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise InvalidRequestError(
             f"the data is no picture of a known format; allowed: {', '.join(FORMATS)}"
         ) from error
@@ -55,7 +57,8 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
 
 def _plain_colours(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
-        image = image.convert("I").point(lambda level: level / 256).convert("L")
+        levels = np.asarray(image.convert("I")).clip(0, 65_535) // 256
+        image = Image.fromarray(levels.astype(np.uint8))
     return image.convert("RGBA" if image.has_transparency_data else "RGB")
 
 
@@ -80,7 +83,7 @@ class PictureSource:
         try:
             async with asyncio.timeout(self._settings.media_timeout_s):
                 return await self._read_all(
-                    [(param, lambda url=url: self._load(url)) for param, url in urls]
+                    [(param, partial(self._load, url)) for param, url in urls]
                 )
         except TimeoutError as error:
             raise InvalidRequestError(

@@ -187,8 +187,8 @@ def _to_httpcore(parts: SplitResult) -> httpcore.URL:
 
 def _headers(target: httpcore.URL) -> list[tuple[bytes, bytes]]:
     host = b"[%b]" % target.host if b":" in target.host else target.host
-    if target.port != _DEFAULT_PORTS[target.scheme.decode()]:
-        host = b"%b:%d" % (host, target.port)
+    if target.port not in (None, _DEFAULT_PORTS[target.scheme.decode()]):
+        host += f":{target.port}".encode()
     return [
         (b"Host", host),
         (b"User-Agent", f"omnistage/{__version__}".encode()),

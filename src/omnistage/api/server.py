@@ -153,8 +153,8 @@ async def _drain(engine: AsyncOmni, second: asyncio.Event, timeout_s: float) -> 
     drain = asyncio.create_task(engine.drain(timeout_s))
     try:
         await _first_of(second.wait(), drain)
-        if drain.done():
-            drain.result()
+        if drain.done() and drain.result() is False:
+            logger.warning("some requests still ran after %g s and end now", timeout_s)
     finally:
         drain.cancel()
         await asyncio.gather(drain, return_exceptions=True)

@@ -15,7 +15,8 @@ MAX_GENERATED_PIXELS = 7680 * 4320
 class ApiSettings:
     """Bounds and switches of the server. Raises `ConfigurationError` on a bound below 1.
 
-    Without `api_keys` every client may call. `max_input_*` and `max_media_bytes` hold for one
+    Without `api_keys` every client may call. `max_open_body_bytes` bounds the bodies of all open
+    requests together. `max_input_*` and `max_media_bytes` hold for one
     input picture, `max_total_input_pixels` and `max_body_bytes` for all pictures of a request.
     `media_timeout_s` bounds the fetching of all of them together, redirects included.
     """
@@ -24,6 +25,7 @@ class ApiSettings:
     max_body_bytes: int = 64 * MIB
     body_timeout_s: float = 60.0
     max_open_requests: int = 512
+    max_open_body_bytes: int = 1024 * MIB
     max_pixels: int = MAX_GENERATED_PIXELS
     max_steps: int = 200
     max_n: int = 10

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from omnistage.api.middleware.auth import AuthMiddleware
 from omnistage.api.settings import ApiSettings
 from omnistage.contracts.errors import ConfigurationError
 from tests.api.conftest import open_client
@@ -54,3 +57,24 @@ async def test_probes_stay_open_and_unknown_v1_routes_do_not() -> None:
 def test_an_empty_key_is_refused_at_start() -> None:
     with pytest.raises(ConfigurationError, match="empty"):
         ApiSettings(api_keys=("good", ""))
+
+
+@pytest.mark.invariant("ENTRY-INV-104")
+@pytest.mark.parametrize(("key", "let_in"), [(b"Bearer good", True), (b"Bearer bad", False)])
+async def test_websockets_want_a_key_too(key: bytes, let_in: bool) -> None:
+    entered: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        entered.append(scope["path"])
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": [(b"authorization", key)]}
+    await AuthMiddleware(app, api_keys=("good",))(scope, receive, send)
+    assert bool(entered) is let_in
+    assert bool(sent) is not let_in

@@ -68,3 +68,18 @@ async def test_open_requests_are_bounded() -> None:
         engine.hold.set()
         assert (await first).status_code == 200
         assert (await client.post(GENERATIONS, json={"prompt": "x"})).status_code == 200
+
+
+async def test_the_bytes_of_all_open_bodies_are_bounded_and_given_back() -> None:
+    engine = FakeEngine()
+    engine.hold.clear()
+    body = b'{"prompt": "x"}'.ljust(600)
+    async with open_client(engine, ApiSettings(max_open_body_bytes=1000)) as client:
+        first = asyncio.create_task(client.post(GENERATIONS, content=body, headers=JSON))
+        await engine.running.wait()
+        second = await client.post(GENERATIONS, content=body, headers=JSON)
+        assert (second.status_code, second.json()["error"]["type"]) == (429, "overloaded")
+        engine.hold.set()
+        assert (await first).status_code == 200
+        for _ in range(3):
+            assert (await client.post(GENERATIONS, content=body, headers=JSON)).status_code == 200

@@ -11,7 +11,7 @@ from tests.api.fake_engine import FakeEngine
 GENERATIONS = "/v1/images/generations"
 
 
-@pytest.mark.invariant("ENTRY-INV-102")
+@pytest.mark.invariant("ENTRY-INV-101")
 async def test_a_given_id_comes_back_and_marks_the_engines(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
@@ -24,7 +24,7 @@ async def test_a_given_id_comes_back_and_marks_the_engines(
     assert len(set(ids)) == 2
 
 
-@pytest.mark.invariant("ENTRY-INV-102")
+@pytest.mark.invariant("ENTRY-INV-101")
 async def test_without_one_an_id_is_made_for_every_answer(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -167,7 +167,7 @@ async def test_a_stream_ends_with_done_and_keeps_identity_and_modality(
     assert ": stage 0 step 1/2" in response.text
 
 
-@pytest.mark.invariant("ERR-INV-203")
+@pytest.mark.invariant("ERR-INV-213")
 async def test_a_failure_before_the_first_event_has_its_own_status(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
@@ -177,7 +177,7 @@ async def test_a_failure_before_the_first_event_has_its_own_status(
     assert response.headers["retry-after"] == "3"
 
 
-@pytest.mark.invariant("ERR-INV-203")
+@pytest.mark.invariant("ERR-INV-213")
 async def test_a_later_failure_is_one_last_event_without_done(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import httpx
 import pytest
 
+from omnistage.api.routes import chat, images
 from omnistage.api.settings import ApiSettings
 from omnistage.contracts.modalities import Modality
 from tests.api.conftest import open_client
@@ -301,3 +305,25 @@ async def test_limits_of_uploaded_pictures() -> None:
         assert engine.calls == []
         files = [("image[]", ("a.png", picture)) for picture in (half, small)]
         assert (await client.post(EDITS, data={"prompt": "x"}, files=files)).status_code == 200
+
+
+@pytest.mark.invariant("ENTRY-INV-201")
+async def test_pictures_are_encoded_in_worker_threads(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = images.encode_image
+
+    def recording(*arguments: Any, **options: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(images, "encode_image", recording)
+    monkeypatch.setattr(chat, "encode_image", recording)
+    await client.post(GENERATIONS, json={"prompt": "x"})
+    messages = [{"role": "user", "content": "x"}]
+    for stream in (False, True):
+        body = {"messages": messages, "stream": stream}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert len(threads) == 3
+    assert all(name.startswith("omnistage-media") for name in threads)

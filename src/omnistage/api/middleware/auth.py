@@ -11,6 +11,7 @@ from omnistage.api.errors import error_response
 from omnistage.contracts.errors import AuthenticationError
 
 PROTECTED_PREFIX = "/v1"
+_POLICY_VIOLATION = 1008
 
 
 class AuthMiddleware:
@@ -21,14 +22,18 @@ class AuthMiddleware:
         self._keys = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and _is_protected(scope["path"]):
-            error = self._refusal(Headers(scope=scope).get("authorization"))
-            if error is not None:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        error = self._refusal(scope) if _is_protected(scope) else None
+        if error is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+        else:
+            await error_response(error)(scope, receive, send)
 
-    def _refusal(self, authorization: str | None) -> AuthenticationError | None:
+    def _refusal(self, scope: Scope) -> AuthenticationError | None:
+        authorization = Headers(scope=scope).get("authorization")
+        if not self._keys:
+            return None
         if authorization is None:
             return AuthenticationError(
                 "no API key was given; send the header 'Authorization: Bearer <key>'"
@@ -41,5 +46,8 @@ class AuthMiddleware:
         return None
 
 
-def _is_protected(path: str) -> bool:
+def _is_protected(scope: Scope) -> bool:
+    if scope["type"] == "lifespan":
+        return False
+    path: str = scope["path"]
     return path == PROTECTED_PREFIX or path.startswith(f"{PROTECTED_PREFIX}/")

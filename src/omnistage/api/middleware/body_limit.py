@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,20 +25,16 @@ class BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
         self._app = app
         self._settings = settings
-        self._open_requests = 0
+        self._open = _OpenBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in _METHODS_WITH_BODY:
             await self._app(scope, receive, send)
             return
-        body = _BoundedBody(receive, send, self._settings)
+        body = _BoundedBody(receive, send, self._settings, self._open)
         body.refusal = self._refuse_at_once(Headers(scope=scope))
         if body.refusal is None:
-            self._open_requests += 1
-            try:
-                await body.run(self._app, scope)
-            finally:
-                self._open_requests -= 1
+            await body.run(self._app, scope)
         if body.refusal is not None and not body.started:
             if "expect" not in Headers(scope=scope):
                 await body.discard()
@@ -46,9 +43,9 @@ class BodyLimitMiddleware:
             await response(scope, receive, send)
 
     def _refuse_at_once(self, headers: Headers) -> OmniError | None:
-        if self._open_requests >= self._settings.max_open_requests:
+        if self._open.requests >= self._settings.max_open_requests:
             return OverloadedError(
-                f"{self._open_requests} requests are open, the most this server takes",
+                f"{self._open.requests} requests are open, the most this server takes",
                 retry_after_s=1.0,
             )
         declared = headers.get("content-length", "")
@@ -63,11 +60,20 @@ def _too_large(size_bytes: int, limit_bytes: int) -> TooLarge | None:
     return TooLarge(f"the body has {size_bytes} bytes or more; at most {limit_bytes} are taken")
 
 
+@dataclass(slots=True)
+class _OpenBodies:
+    requests: int = 0
+    size_bytes: int = 0
+
+
 class _BoundedBody:
-    def __init__(self, receive: Receive, send: Send, settings: ApiSettings) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, settings: ApiSettings, open_bodies: _OpenBodies
+    ) -> None:
         self._receive_on = receive
         self._send_on = send
         self._settings = settings
+        self._open = open_bodies
         self._deadline = asyncio.get_running_loop().time() + settings.body_timeout_s
         self._size_bytes = 0
         self._complete = False
@@ -75,11 +81,15 @@ class _BoundedBody:
         self.started = False
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
+        self._open.requests += 1
         try:
             await app(scope, self._receive, self._send)
         except Exception:
             if self.refusal is None:
                 raise
+        finally:
+            self._open.requests -= 1
+            self._open.size_bytes -= self._size_bytes
 
     async def _receive(self) -> Message:
         if self._complete:
@@ -87,12 +97,21 @@ class _BoundedBody:
         if self.refusal is not None:
             raise self.refusal
         message = await self._next_message()
-        self._size_bytes += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
-        self.refusal = _too_large(self._size_bytes, self._settings.max_body_bytes)
+        self._count(len(message.get("body", b"")))
         if self.refusal is not None:
             raise self.refusal
         return message
+
+    def _count(self, chunk_bytes: int) -> None:
+        self._size_bytes += chunk_bytes
+        self._open.size_bytes += chunk_bytes
+        self.refusal = _too_large(self._size_bytes, self._settings.max_body_bytes)
+        if self.refusal is None and self._open.size_bytes > self._settings.max_open_body_bytes:
+            self.refusal = OverloadedError(
+                "the bodies of all open requests take too much memory; try again",
+                retry_after_s=1.0,
+            )
 
     async def _next_message(self) -> Message:
         try:

@@ -85,7 +85,9 @@ Part = Annotated[
 def _content_kind(content: Any) -> str | None:
     if content is None:
         return "<null>"
-    return {str: "<string>", list: "<parts>"}.get(type(content))
+    if isinstance(content, str):
+        return "<string>"
+    return "<parts>" if isinstance(content, list) else None
 
 
 Content = Annotated[

@@ -19,12 +19,12 @@ from omnistage.api.disconnect import until_disconnect
 from omnistage.api.event_stream import DONE, EventStream, comment, data_event
 from omnistage.api.generation import ImageJob, diffusion_params, finished_images, run_job
 from omnistage.api.limits import ImageSize, check_limits, check_output, parse_size
-from omnistage.api.openapi import BEARER, json_body
+from omnistage.api.openapi import json_body
 from omnistage.api.protocol.chat import ChatRequest, ChatResponse, ImagePart, Message, TextPart
 from omnistage.api.render import encode_image, to_data_url
 from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
 
-router = APIRouter(dependencies=[BEARER])
+router = APIRouter()
 
 
 @router.post(

@@ -17,12 +17,12 @@ from omnistage.api.disconnect import until_disconnect
 from omnistage.api.edit_form import EDIT_FORM_BODY, read_edit_form
 from omnistage.api.generation import ImageJob, diffusion_params, finished_images
 from omnistage.api.limits import check_limits, check_output, parse_size
-from omnistage.api.openapi import BEARER, json_body
+from omnistage.api.openapi import json_body
 from omnistage.api.protocol.images import ImageFields, ImageGenerationRequest, ImagesResponse
 from omnistage.api.render import encode_image, to_base64, to_data_url
 from omnistage.contracts.errors import InvalidRequestError
 
-router = APIRouter(dependencies=[BEARER])
+router = APIRouter()
 
 
 @router.post(
