@@ -178,6 +178,23 @@ def test_other_layouts_load_equal(harmless, tmp_path):
     assert bool(unused) == (harmless is broken.unexpected_tensor)
 
 
+@pytest.mark.invariant("LOAD-INV-002")
+def test_a_variant_is_taken_where_there_is_one(copied):
+    from diffusers import DiffusionPipeline
+
+    folder = copied("flux")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(CheckpointError, match="variant 'fp16'"):
+        plan_pipeline(folder, variant="fp16")
+    weights.rename(weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    plan = plan_pipeline(folder, variant="fp16")
+    assert {name: module.variant for name, module in plan.modules.items() if module.variant} == {
+        "transformer": "fp16"
+    }
+    reference = DiffusionPipeline.from_pretrained(folder, variant="fp16")
+    assert pipeline_differences(load_pipeline(plan), reference) == []
+
+
 @pytest.mark.invariant("LOAD-INV-004")
 @pytest.mark.parametrize(
     ("family", "lost", "words"),

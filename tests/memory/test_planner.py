@@ -13,7 +13,7 @@ from omnistage.contracts.errors import (
 from omnistage.memory.materialize import materialize
 from omnistage.memory.plan import SourceKind
 from omnistage.memory.planner import plan_module
-from tests.memory.comparing import module_differences
+from tests.memory.comparing import module_differences, tensors
 
 
 def library_loads(cls, folder, dtype, **options):
@@ -303,3 +303,38 @@ def test_a_bad_configuration_is_named(tmp_path, content):
     with pytest.raises(CheckpointError) as caught:
         plan_module(Qwen3ForCausalLM, folder)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.invariant("LOAD-INV-002")
+def test_threads_that_plan_and_load_at_once_do_not_disturb_each_other(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    folder = qwen3(tmp_path / "m", tied=True)
+    expected = library_loads(Qwen3ForCausalLM, folder, "bfloat16")
+
+    def load(_):
+        return materialize(plan_module(Qwen3ForCausalLM, folder, dtype="bfloat16"))
+
+    with ThreadPoolExecutor(4) as pool:
+        for model in pool.map(load, range(24), timeout=120):
+            assert module_differences(model, expected) == []
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.invariant("LOAD-INV-002")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_the_same_bits_arrive(tmp_path, dtype):
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    folder = qwen3(tmp_path / "m", tied=True)
+    model = materialize(plan_module(Qwen3ForCausalLM, folder, dtype=dtype, device="cuda:0"))
+    expected = library_loads(Qwen3ForCausalLM, folder, dtype).to("cuda:0")
+    assert module_differences(model, expected) == []
+    assert {tensor.device.type for _, tensor in tensors(model)} == {"cuda"}

@@ -64,10 +64,6 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     variant: str | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 def read_checkpoint(
     folder: Path, *, stem: str, variant: str | None = None, index_first: bool = True
@@ -88,6 +84,12 @@ def read_checkpoint(
                 files = _shards(path) if path is index else {single: []}
                 return _read_files(folder, files, candidate)
     raise CheckpointError(_nothing_found(folder, stem, variant))
+
+
+def has_variant(folder: Path, *, stem: str, variant: str) -> bool:
+    """Whether a component's folder holds its weights in that variant."""
+    names = (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
+    return any((folder / _file_name(name, variant)).is_file() for name in names)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -223,9 +225,9 @@ def _file_name(name: str, variant: str | None) -> str:
 
 def _variants(folder: Path, stem: str) -> Iterable[str]:
     """The variant that a folder without plain files offers; none when there are several."""
-    found = {name.split(".")[1] for name in _names(folder, f"{stem}.*.safetensors")}
-    found |= {name.split(".")[-2] for name in _names(folder, f"{stem}.safetensors.index.*.json")}
-    found = {name for name in found if "-of-" not in name}
+    singles = {name.split(".")[1] for name in _names(folder, f"{stem}.*.safetensors")}
+    indexed = {name.split(".")[-2] for name in _names(folder, f"{stem}.safetensors.index.*.json")}
+    found = {name for name in singles | indexed if "-of-" not in name}
     return found if len(found) == 1 else ()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.names import and_more
 from omnistage.memory.plan import LoadPlan, SourceKind, TensorSource
+from omnistage.memory.skeleton import PROCESS_WIDE
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,8 @@ def _tie(module: torch.nn.Module, plan: LoadPlan) -> None:
     """Tie by the model's own rule, which also unties what a checkpoint stores as different."""
     if plan.library == "transformers" and module.all_tied_weights_keys:
         tied = {name for name, source in plan.sources.items() if source.kind is SourceKind.TIED}
-        module.tie_weights(missing_keys=tied, recompute_mapping=False)
+        with PROCESS_WIDE:
+            module.tie_weights(missing_keys=tied, recompute_mapping=False)
 
 
 def _place_computed(module: torch.nn.Module, plan: LoadPlan) -> None:
@@ -93,15 +95,16 @@ def _place_computed(module: torch.nn.Module, plan: LoadPlan) -> None:
 def _by_library(plan: LoadPlan) -> torch.nn.Module:
     import torch
 
-    module, info = plan.cls.from_pretrained(
-        plan.folder,
-        dtype=getattr(torch, plan.dtype),
-        device_map={"": plan.device},
-        variant=plan.variant,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    with PROCESS_WIDE:
+        module, info = plan.cls.from_pretrained(
+            plan.folder,
+            dtype=getattr(torch, plan.dtype),
+            device_map={"": plan.device},
+            variant=plan.variant,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     problems = [f"{what} {and_more(map(str, keys))}" for what, keys in info.items() if keys]
     if problems:
         raise CheckpointError(

@@ -11,11 +11,12 @@ from typing import Any
 
 from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.budget import MemoryBudget
+from omnistage.memory.checkpoint import has_variant
 from omnistage.memory.classes import component_class, named_pipeline_class
 from omnistage.memory.names import and_more, with_nearest
 from omnistage.memory.plan import LoadPlan, gib
 from omnistage.memory.planner import component_checkpoint, plan_tensors, resolve_dtype
-from omnistage.memory.skeleton import library_of, read_config
+from omnistage.memory.skeleton import WEIGHT_STEMS, library_of, read_config
 
 INDEX_NAME = "model_index.json"
 
@@ -89,9 +90,9 @@ def plan_pipeline(
 
     `dtype` is "auto" (float32 on the CPU, elsewhere the dtype that most weights are stored in, the
     same for all components), "float32", "bfloat16" or "float16". `pipeline_class` replaces the
-    class that the index names, `variant` ("fp16") chooses files, and `allow_unexpected` is that of
-    `plan_module`. Raises `CheckpointError` naming the file, key or class at fault, and
-    `ConfigurationError` when `budget` is too small.
+    class that the index names, `variant` ("fp16") chooses files in those components that have it,
+    and `allow_unexpected` is that of `plan_module`. Raises `CheckpointError` naming the file, key
+    or class at fault, and `ConfigurationError` when `budget` is too small.
     """
     index = read_index(model_path)
     if pipeline_class is None:
@@ -104,8 +105,10 @@ def plan_pipeline(
     folders = {name: _component_folder(model_path, name) for name in classes}
     models = {name: cls for name, cls in classes.items() if library_of(cls) is not None}
     configs = {name: read_config(cls, folders[name]) for name, cls in models.items()}
+    variants = _variants(models, folders, variant)
     checkpoints = {
-        name: component_checkpoint(cls, folders[name], variant) for name, cls in models.items()
+        name: component_checkpoint(cls, folders[name], variants.get(name))
+        for name, cls in models.items()
     }
     dtype = resolve_dtype(dtype, device, checkpoints.values())
     plan = PipelinePlan(
@@ -189,6 +192,22 @@ def _sort_out(
             f"{pipeline_class.__name__} needs"
         )
     return entries, settings, tuple(lacking)
+
+
+def _variants(
+    models: Mapping[str, type], folders: Mapping[str, Path], variant: str | None
+) -> dict[str, str]:
+    """The components that have the wanted variant; the others are taken as they are."""
+    if variant is None:
+        return {}
+    found = {
+        name: variant
+        for name, cls in models.items()
+        if has_variant(folders[name], stem=WEIGHT_STEMS[str(library_of(cls))], variant=variant)
+    }
+    if not found:
+        raise CheckpointError(f"no component has its weights in the variant {variant!r}")
+    return found
 
 
 def _component_folder(model_path: Path, name: str) -> Path:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 WEIGHT_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 """How each library names the weight files of a model."""
 
-# `init_empty_weights` and `torch.set_default_dtype` act on the whole process.
-_building = threading.Lock()
+PROCESS_WIDE = threading.RLock()
+"""Held while the libraries change what holds for the whole process (how modules register
+parameters, the default dtype), and by whatever would suffer from that."""
 
 
 def library_of(cls: type) -> str | None:
@@ -77,7 +78,7 @@ def build_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn
     from accelerate import init_empty_weights
 
     library = library_of(cls)
-    with _building, ExitStack() as contexts:
+    with PROCESS_WIDE, ExitStack() as contexts:
         contexts.enter_context(_default_dtype(getattr(torch, dtype)))
         contexts.enter_context(init_empty_weights(include_buffers=False))
         try:
