@@ -44,12 +44,14 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
 
 
 class AppendInput(Message, frozen=True, kw_only=True, tag="append_input"):
-    """The next payload of a streamed input. `epoch` grows when earlier input is superseded."""
+    """The next payload of a streamed input, the last one when `input_complete`. `epoch` grows when
+    earlier input is superseded."""
 
     identity: RequestIdentity
     source_stage_id: int | None
     sequence: int
     payload: PayloadRef
+    input_complete: bool = False
     epoch: int = 0
 
 

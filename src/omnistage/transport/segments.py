@@ -162,9 +162,11 @@ def _check_token(path: str, segment: SharedSegment) -> None:
 
 
 def _unreachable(segment: SharedSegment, error: OSError) -> OmniError:
-    if not _alive(segment.pid):
+    """A dying process loses its descriptors before it looks dead, so a missing one means loss."""
+    if isinstance(error, FileNotFoundError | ProcessLookupError):
         return StageLostError(
-            f"process {segment.pid} died before its output was read", detail=str(error)
+            f"process {segment.pid} died, or took its output back, before it was read",
+            detail=str(error),
         )
     if isinstance(error, PermissionError):
         return ProtocolError(
@@ -172,17 +174,6 @@ def _unreachable(segment: SharedSegment, error: OSError) -> OmniError:
             "the connector 'inline'"
         )
     return ProtocolError(f"{_name(segment)} cannot be opened: {error.strerror}")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-        open_files = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return False
-    # A process that is being killed loses its descriptors before it becomes a zombie.
-    return state not in "ZX" and bool(open_files)
 
 
 def _name(segment: SharedSegment) -> str:

@@ -1,0 +1,50 @@
+"""A progress bar over all prompts of one call, in denoising steps where a stage reports them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+from omnistage.contracts.outputs import OmniRequestOutput
+
+
+class ProgressReport:
+    """Counts prompts; a request in progress counts as the fraction of its steps that is done."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar = tqdm(
+            total=total,
+            disable=not enabled,
+            unit="prompt",
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.2f}/{total} [{elapsed}<{remaining}]",
+            desc="generating",
+        )
+        self._done: dict[str, float] = {}
+
+    def update(self, event: OmniRequestOutput) -> None:
+        if event.progress is None:
+            return
+        fraction = event.progress.step / max(1, event.progress.total_steps)
+        self._advance(event.request_id, min(fraction, 1.0))
+
+    def finish(self, request_id: str) -> None:
+        self._advance(request_id, 1.0)
+
+    def _advance(self, request_id: str, fraction: float) -> None:
+        step = fraction - self._done.get(request_id, 0.0)
+        if step > 0:
+            self._done[request_id] = fraction
+            self._bar.update(step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()

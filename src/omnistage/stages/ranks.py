@@ -1,0 +1,209 @@
+"""The leader's side of its ranks: ordered commands out, results in, one failure unit.
+
+Rank 0 lives in the leader's own thread; ranks 1 … N-1 are processes on a `PAIR` socket each. All
+methods are called by the leader's executing thread only, except `lost` which any thread may set.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import zmq
+
+from omnistage.config.plain import to_plain
+from omnistage.config.resolved import ResolvedStage
+from omnistage.contracts.errors import InternalError, OmniError, StageLostError, from_record
+from omnistage.contracts.identity import RequestIdentity, RequestKey
+from omnistage.contracts.messages import (
+    FromRank,
+    Message,
+    RankCommand,
+    RankHello,
+    RankLoad,
+    RankRelease,
+    RankResult,
+    RankStop,
+    RankVerdict,
+)
+from omnistage.contracts.payloads import StageData
+from omnistage.contracts.runtime import Command
+from omnistage.stages.launch import RankLaunch, describe_exit, start_child
+from omnistage.transport.codec import MessageDecoder, encode
+from omnistage.transport.inline import InlineConnector
+from omnistage.transport.sockets import endpoint, new_token, tokens_match
+
+RANK_MODULE = "omnistage.stages.rank_process"
+STOP_GRACE_S = 5.0
+ABANDONED = -1
+"""As a verdict's checkpoint: the leader's own half failed, the command ends here for all."""
+_WAIT_SLICE_MS = 200
+
+
+class RemoteRank:
+    """One rank process and its socket."""
+
+    def __init__(
+        self,
+        stage: ResolvedStage,
+        replica_id: int,
+        rank: int,
+        log_level: str,
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        self.rank = rank
+        self._decoder = MessageDecoder(FromRank)
+        self._connector = InlineConnector()
+        self._token = new_token()
+        self._lost = threading.Event()
+        self._stopping = False
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint())
+        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        launch = RankLaunch(
+            endpoint=address,
+            token=self._token,
+            stage=stage,
+            replica_id=replica_id,
+            rank=rank,
+            world_size=stage.parallel.world_size,
+            sys_path=tuple(sys.path),
+            log_level=log_level,
+        )
+
+        def exited(code: int) -> None:
+            self._lost.set()
+            if not self._stopping:
+                on_exit(rank, code)
+
+        self.process: subprocess.Popen[bytes] = start_child(RANK_MODULE, launch, exited)
+
+    def send(self, parts: list[Any]) -> None:
+        try:
+            self._socket.send_multipart(parts, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._gone("does not take messages") from None
+
+    def receive(self, limit_s: float) -> tuple[FromRank, list[memoryview]]:
+        """The rank's next message within `limit_s` seconds, else `StageLostError`."""
+        give_up = time.monotonic() + limit_s
+        while not self._socket.poll(_WAIT_SLICE_MS):
+            if self._lost.is_set():
+                raise self._gone("died")
+            if time.monotonic() > give_up:
+                raise self._gone(f"did not answer within {limit_s:.0f} s")
+        return self._decoder.decode(self._socket.recv_multipart())
+
+    def result(self, sequence: int, limit_s: float) -> StageData | OmniError:
+        message, frames = self.receive(limit_s)
+        if not isinstance(message, RankResult) or message.sequence != sequence:
+            raise InternalError(f"rank {self.rank} answered out of order: {message!r}")
+        if message.error is not None:
+            return from_record(message.error)
+        assert message.payload is not None
+        return self._connector.receive(message.payload, frames)
+
+    def expect_hello(self, limit_s: float) -> None:
+        message, _ = self.receive(limit_s)
+        if not isinstance(message, RankHello) or not tokens_match(message.token, self._token):
+            raise InternalError(f"rank {self.rank} did not prove who it is")
+
+    def stop(self) -> None:
+        """End the process: politely, then by force. Idempotent."""
+        self._stopping = True
+        if not self._socket.closed:
+            try:
+                self._socket.send_multipart(encode(RankStop()), flags=zmq.NOBLOCK)
+                self.process.wait(STOP_GRACE_S)
+            except (zmq.Again, subprocess.TimeoutExpired):
+                pass
+            self.process.kill()
+            self._socket.close(linger=0)
+        self.process.wait(STOP_GRACE_S)
+
+    def _gone(self, what: str) -> StageLostError:
+        code = self.process.poll()
+        how = "" if code is None else f" ({describe_exit(code)})"
+        return StageLostError(f"rank {self.rank} of this stage {what}{how}; please retry")
+
+
+class RankGroup:
+    """The remote ranks of one replica; empty for a replica of one rank."""
+
+    def __init__(
+        self,
+        stage: ResolvedStage,
+        replica_id: int,
+        log_level: str,
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        self._stage = stage
+        self._sequence = 0
+        self._connector = InlineConnector()
+        self._remotes = [
+            RemoteRank(stage, replica_id, rank, log_level, on_exit)
+            for rank in range(1, stage.parallel.world_size)
+        ]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(remote.process.pid for remote in self._remotes)
+
+    def begin_load(self) -> None:
+        config = to_plain(self._stage)
+        for remote in self._remotes:
+            remote.expect_hello(self._stage.init_timeout_s)
+        self._send_all(RankLoad(config=config))
+
+    def finish_load(self) -> None:
+        for remote in self._remotes:
+            outcome = remote.result(0, self._stage.init_timeout_s)
+            if isinstance(outcome, OmniError):
+                raise outcome
+
+    def broadcast(self, command: Command) -> None:
+        """Number the command and send it to every remote rank.
+
+        Raises `InvalidRequestError` when its data cannot travel; then no rank has seen it.
+        """
+        if not self._remotes:
+            return
+        ref, frames = self._connector.send(command.data)
+        message = RankCommand(
+            sequence=self._sequence + 1,
+            name=command.name,
+            identities=command.identities,
+            payload=ref,
+        )
+        self._send_all(message, frames)
+        self._sequence += 1
+
+    def verdict(self, checkpoint: int, cancelled: Iterable[RequestIdentity]) -> None:
+        self._send_all(
+            RankVerdict(sequence=self._sequence, checkpoint=checkpoint, cancelled=tuple(cancelled))
+        )
+
+    def abandon(self) -> None:
+        self.verdict(ABANDONED, ())
+
+    def gather(self, limit_s: float) -> list[StageData | OmniError]:
+        """The remote ranks' results of the last command, by rank from 1."""
+        return [remote.result(self._sequence, limit_s) for remote in self._remotes]
+
+    def release(self, key: RequestKey) -> None:
+        self._send_all(RankRelease(identity=RequestIdentity(request_id=key[0], child_index=key[1])))
+
+    def _send_all(self, message: Message, frames: Sequence[Any] = ()) -> None:
+        if self._remotes:
+            parts = encode(message, frames)
+            for remote in self._remotes:
+                remote.send(parts)
+
+    def stop(self) -> None:
+        for remote in self._remotes:
+            remote.stop()

@@ -1,0 +1,359 @@
+"""A replica's leader: one executing thread that schedules, executes with its ranks, and emits."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from omnistage.config.resolved import ResolvedStage
+from omnistage.contracts.errors import (
+    InternalError,
+    InvalidRequestError,
+    OmniError,
+    StageLostError,
+    UnavailableError,
+    as_omni_error,
+)
+from omnistage.contracts.identity import RequestIdentity, RequestKey
+from omnistage.contracts.messages import (
+    Abort,
+    Aborted,
+    Acknowledge,
+    AppendInput,
+    Control,
+    ControlResult,
+    Drain,
+    EndInput,
+    Failed,
+    LoadProgress,
+    Message,
+    Progress,
+    Ready,
+    ReplicaFailed,
+    ReplicaStatus,
+    Shutdown,
+    StartFailed,
+    Stopped,
+    Submit,
+)
+from omnistage.contracts.payloads import StageData
+from omnistage.contracts.runtime import Command, Emission
+from omnistage.observability.logging import get_logger, request_scope
+from omnistage.stages.emitter import Emitter, MessageSink
+from omnistage.stages.imports import load_object
+from omnistage.stages.intake import Intake
+from omnistage.stages.operations import OperationClock
+from omnistage.stages.ranks import RankGroup
+from omnistage.transport.registry import make_connector
+
+logger = get_logger(__name__)
+
+HELD_RESOURCES = "held_resources"
+"""The control method that every replica answers itself."""
+
+_IDLE_WAIT_S = 5.0
+Mail = tuple[Message, Sequence[Any]]
+
+
+class LeaderContext:
+    """`ExecutionContext` of rank 0: its checkpoints decide for all ranks."""
+
+    rank = 0
+
+    def __init__(self, replica: Replica, ranks: RankGroup, clock: OperationClock) -> None:
+        self.world_size = replica.stage.parallel.world_size
+        self._replica = replica
+        self._ranks = ranks
+        self._clock = clock
+        self._identities: tuple[RequestIdentity, ...] = ()
+        self._checkpoint = 0
+
+    def start(self, command: Command) -> None:
+        self._identities, self._checkpoint = command.identities, 0
+        self._clock.begin(command.kind)
+
+    def checkpoint(self) -> frozenset[RequestKey]:
+        self._clock.touch()
+        cancelled = [i for i in self._identities if self._replica.is_cancelled(i.key)]
+        self._ranks.verdict(self._checkpoint, cancelled)
+        self._checkpoint += 1
+        return frozenset(identity.key for identity in cancelled)
+
+    def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
+        self._replica.post(Progress(identity=identity, step=step, total_steps=total_steps))
+
+    def operation(self, kind: str) -> None:
+        self._clock.begin(kind)
+
+
+class Replica:
+    """One replica of one stage. `deliver` may be called from any thread; all else happens in the
+    executing thread that `start` creates."""
+
+    def __init__(
+        self,
+        stage: ResolvedStage,
+        replica_id: int,
+        send: MessageSink,
+        on_rank_exit: Callable[[Replica, int, int], None],
+        *,
+        connector_kind: str,
+        log_level: str = "info",
+    ) -> None:
+        self.stage = stage
+        self.replica_id = replica_id
+        self._send = send
+        self._on_rank_exit = on_rank_exit
+        self._log_level = log_level
+        self._inbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
+        self._cancelled: set[RequestKey] = set()
+        self._clock = OperationClock({**stage.operation_limits_s, "load": stage.init_timeout_s})
+        self._connector = make_connector(
+            connector_kind, shm_threshold_bytes=stage.shm_threshold_bytes
+        )
+        self._counts = (0, 0)
+        self._draining = False
+        self._stopping = False
+        self._executor: Any = None
+        self._ranks: Any = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"stage-{stage.stage_id}-{replica_id}", daemon=True
+        )
+
+    # from any thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._clock.begin("load")
+        self._thread.start()
+
+    def deliver(self, message: Message, frames: Sequence[Any] = ()) -> None:
+        if isinstance(message, Abort):
+            self._cancelled.add(message.identity.key)
+        elif isinstance(message, Shutdown):
+            self._stopping = True
+        self._inbox.put((message, frames))
+
+    def is_cancelled(self, key: RequestKey) -> bool:
+        return self._stopping or key in self._cancelled
+
+    def status(self) -> ReplicaStatus:
+        running, waiting = self._counts
+        return ReplicaStatus(
+            stage_id=self.stage.stage_id,
+            replica_id=self.replica_id,
+            running=running,
+            waiting=waiting,
+            operation=self._clock.snapshot(),
+        )
+
+    def post(self, message: Message, frames: Sequence[Any] = ()) -> None:
+        """Send a message with this replica's address on it."""
+        address = {"stage_id": self.stage.stage_id, "replica_id": self.replica_id}
+        self._send(msgspec.structs.replace(message, **address), frames)
+
+    # executing thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._load()
+        except Exception as error:
+            failure = as_omni_error(error, detail=traceback.format_exc())
+            self._close_all()
+            self.post(StartFailed(error=failure.to_record()))
+            return
+        try:
+            self._serve()
+        except Exception as error:
+            failure = as_omni_error(error, detail=traceback.format_exc())
+            logger.error("stage %s is unusable: %s", self.stage.name, failure.detail)
+            self.post(ReplicaFailed(error=failure.to_record()))
+        else:
+            self._close_all()
+        finally:
+            self._clock.idle()
+            self.post(Stopped())
+
+    def _load(self) -> None:
+        started = time.monotonic()
+        runtime = load_object(self.stage.stage.runtime)
+        self._ranks = RankGroup(
+            self.stage,
+            self.replica_id,
+            self._log_level,
+            lambda rank, code: self._on_rank_exit(self, rank, code),
+        )
+        self._scheduler = runtime.scheduler(self.stage)
+        self._executor = runtime.executor(self.stage, 0, self.stage.parallel.world_size)
+        self._ranks.begin_load()
+        description = self._executor.load(
+            lambda note, fraction: self.post(LoadProgress(note=note, fraction=fraction))
+        )
+        self._ranks.finish_load()
+        self._context = LeaderContext(self, self._ranks, self._clock)
+        self._emitter = Emitter(
+            self.stage.stage_id,
+            self.replica_id,
+            self._connector,
+            self._send,
+            self._scheduler.set_credits,
+        )
+        self._intake = Intake(
+            self.stage, self._connector, self._emitter, self._scheduler, self._executor, self.post
+        )
+        self._clock.idle()
+        self.post(
+            Ready(
+                description=description,
+                load_s=time.monotonic() - started,
+                rank_pids=self._ranks.pids,
+            )
+        )
+
+    def _serve(self) -> None:
+        """The replica's one loop: mail, one command, emissions."""
+        while not self._stopping:
+            self._read_mail(wait=False)
+            command = None if self._stopping else self._scheduler.next_command()
+            self._counts = self._scheduler.counts()
+            if command is not None:
+                self._step(command)
+            elif self._draining and not self._holds_anything():
+                return
+            else:
+                self._clock.idle()
+                self._read_mail(wait=True)
+
+    def _holds_anything(self) -> bool:
+        """Work to do, or outputs that nobody has taken yet."""
+        return self._counts != (0, 0) or self._emitter.num_children > 0
+
+    def _step(self, command: Command) -> None:
+        with request_scope(_scope_of(command), self.stage.stage_id):
+            outcome = self._execute(command)
+            if isinstance(outcome, OmniError):
+                emissions = list(self._scheduler.fail(command, outcome))
+            else:
+                emissions = list(self._scheduler.complete(command, outcome))
+        for emission in emissions:
+            self._emit(emission)
+
+    def _execute(self, command: Command) -> list[StageData] | OmniError:
+        """Run one command on all ranks; the first error of any rank stands for all."""
+        self._context.start(command)
+        own: StageData | OmniError
+        try:
+            self._ranks.broadcast(command)
+        except InvalidRequestError as error:
+            return error
+        try:
+            own = self._executor.execute(command, self._context)
+        except StageLostError:
+            raise
+        except Exception as error:
+            own = as_omni_error(error, detail=traceback.format_exc())
+            if isinstance(own, InternalError):
+                logger.error("command %r failed: %s", command.name, own.detail)
+            self._ranks.abandon()
+        outcomes = [own, *self._ranks.gather(self._clock.limit_s(command.kind))]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, OmniError)]
+        if errors:
+            return errors[0]
+        return [outcome for outcome in outcomes if isinstance(outcome, StageData)]
+
+    def _emit(self, emission: Emission) -> None:
+        key = emission.identity.key
+        if self.is_cancelled(key):
+            return  # Its Abort is in the mail, or this replica ends: either frees everything.
+        if self._emitter.emit(emission):
+            self._release(key)
+
+    # mail -------------------------------------------------------------------------------------
+
+    def _read_mail(self, *, wait: bool) -> None:
+        """Handle all mail that is there; with `wait`, sleep until some arrives."""
+        try:
+            self._handle(*self._inbox.get(block=wait, timeout=_IDLE_WAIT_S))
+            while True:
+                self._handle(*self._inbox.get_nowait())
+        except queue.Empty:
+            pass
+
+    def _handle(self, message: Message, frames: Sequence[Any]) -> None:
+        match message:
+            case Submit():
+                self._submit(message, frames)
+            case AppendInput() if message.identity.key not in self._cancelled:
+                self._intake.append(message, frames)
+            case EndInput() if self._emitter.is_open(message.identity.key):
+                self._scheduler.end_input(message.identity, message.epoch)
+            case Acknowledge():
+                self._emitter.acknowledge(message.identity.key, message.sequence)
+            case Abort():
+                self._abort(message.identity)
+            case Control():
+                self._control(message)
+            case Drain():
+                self._draining = True
+
+    def _submit(self, message: Submit, frames: Sequence[Any]) -> None:
+        if self._draining or self._stopping:
+            error = UnavailableError("this replica is stopping; please retry", retry_after_s=1.0)
+            self.post(Failed(identity=message.identity, error=error.to_record()))
+        elif message.identity.key not in self._cancelled:
+            self._intake.submit(message, frames)
+
+    def _abort(self, identity: RequestIdentity) -> None:
+        """Free everything this child holds here, then say so."""
+        self._scheduler.abort(identity.key)
+        self._release(identity.key)
+        self._emitter.forget(identity.key)
+        self._cancelled.discard(identity.key)
+        self.post(Aborted(identity=identity))
+
+    def _control(self, message: Control) -> None:
+        self._clock.begin("control")
+        try:
+            if message.method == HELD_RESOURCES:
+                result: Any = self._held_resources()
+            else:
+                result = self._executor.control(message.method, message.arguments)
+        except Exception as error:
+            record = as_omni_error(error, detail=traceback.format_exc()).to_record()
+            self.post(ControlResult(call_id=message.call_id, error=record))
+        else:
+            self.post(ControlResult(call_id=message.call_id, result=result))
+
+    def _held_resources(self) -> dict[str, int]:
+        """What is held for requests: all zero when none is here."""
+        return {
+            "children": self._emitter.num_children,
+            "inputs": self._intake.num_children,
+            "payloads": self._connector.outstanding(),
+            "payload_bytes": self._connector.outstanding_bytes(),
+            "cancelled": len(self._cancelled),
+            "scheduled": sum(self._scheduler.counts()),
+        }
+
+    # the end ----------------------------------------------------------------------------------
+
+    def _release(self, key: RequestKey) -> None:
+        self._intake.forget(key)
+        self._executor.release(key)
+        self._ranks.release(key)
+
+    def _close_all(self) -> None:
+        for resource in (self._executor, self._connector):
+            if resource is not None:
+                resource.close()
+        if self._ranks is not None:
+            self._ranks.stop()
+
+
+def _scope_of(command: Command) -> str:
+    return ",".join(str(identity) for identity in command.identities[:4]) or "-"
