@@ -29,6 +29,7 @@ from omnistage.diffusion.signature import signature_of
 from omnistage.diffusion.variants import PipelineVariants, image_arguments
 from omnistage.diffusion.watch import PipelineWatch
 from omnistage.memory.budget import MemoryBudget
+from omnistage.memory.offload import resolve_offload
 from omnistage.memory.pipeline_loader import load_pipeline, plan_pipeline
 from omnistage.platforms.registry import platform_of
 
@@ -54,6 +55,7 @@ class DiffusionExecutor:
         self._options = options
         self._device = stage.devices[rank]
         self._platform = platform_of(self._device)
+        self._offload = resolve_offload(stage.offload)
         self._variants: PipelineVariants | None = None
 
     def load(self, report: LoadReporter) -> dict[str, Any]:
@@ -77,6 +79,7 @@ class DiffusionExecutor:
                     set_autoencoder_feature(pipeline, feature, wanted)
         except InvalidRequestError as error:
             raise ConfigurationError(error.message) from error
+        self._offload.enable(pipeline)
         self._variants = PipelineVariants(pipeline, self._options)
         return {
             "pipeline_class": type(pipeline).__name__,
@@ -115,6 +118,7 @@ class DiffusionExecutor:
         raise InvalidRequestError(f"a diffusion stage has no control call {method!r}")
 
     def close(self) -> None:
+        self._offload.disable()
         self._variants = None
         self._platform.empty_cache(self._device)
 

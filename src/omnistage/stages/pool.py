@@ -104,7 +104,8 @@ class StagePool:
             )
         self.stage = stage
         self.replicas = [
-            ReplicaHandle(stage=stage, replica_id=index) for index in range(stage.num_replicas)
+            ReplicaHandle(stage=stage.for_replica(index), replica_id=index)
+            for index in range(stage.num_replicas)
         ]
         self._choose = POLICIES[lb_policy]()
         self._bindings: dict[RequestKey, ReplicaHandle] = {}

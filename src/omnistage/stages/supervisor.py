@@ -165,7 +165,7 @@ class StageSupervisor:
                         replica.stage.name, replica.replica_id, status.running, status.waiting
                     )
             case LoadProgress():
-                self._replica(message.stage_id, message.replica_id).note = message.note
+                self._loads(self._replica(message.stage_id, message.replica_id), message.note)
             case Ready():
                 self._became_ready(message)
             case StartFailed() | ReplicaFailed():
@@ -220,6 +220,11 @@ class StageSupervisor:
     def _fail_start(self, error: OmniError) -> None:
         if self._first_failure is not None and not self._first_failure.done():
             self._first_failure.set_exception(error)
+
+    def _loads(self, replica: ReplicaHandle, note: str) -> None:
+        if note != replica.note:
+            logger.info("stage %s replica %d: %s", replica.stage.name, replica.replica_id, note)
+        replica.note = note
 
     def _set_state(self, replica: ReplicaHandle, state: ReplicaState, note: str) -> None:
         replica.state, replica.note = state, note
