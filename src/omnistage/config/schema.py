@@ -63,7 +63,7 @@ STAGE_KEYS = {
     ),
     "dtype": Key(
         type=Literal["auto", "float32", "bfloat16", "float16"],
-        meaning="dtype of the weights; auto keeps the checkpoint's where the device can run it",
+        meaning="dtype of the weights; auto: float32 on a CPU, the stored one on a GPU",
     ),
     "max_num_seqs": Key(type=Count, meaning="requests that one replica runs at a time"),
     "output_window": Key(type=Count, meaning="unacknowledged outputs one request may have"),
@@ -77,7 +77,10 @@ STAGE_KEYS = {
     "memory_budget_gib": Key(
         type=Gibibytes | None, meaning="device memory a rank may use (GiB); null: what is free"
     ),
-    "offload": Key(type=Text, meaning="weight offload strategy"),
+    "offload": Key(
+        type=Literal["none", "model", "layerwise", "distributed-layerwise"],
+        meaning="who moves weights between host and device",
+    ),
     "enforce_eager": Key(type=bool, meaning="compile nothing, capture no graphs"),
     "init_timeout": Key(
         type=Seconds, meaning="seconds a replica may take to load", attribute="init_timeout_s"

@@ -1,0 +1,123 @@
+"""Start the OpenAI-compatible server for a model. Stops on Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omnistage.cli.model_flags import add_model_flags, resolve
+from omnistage.cli.parsing import CommandParser
+from omnistage.cli.values import at_least_one, number, size
+from omnistage.observability.logging import configure_logging
+
+if TYPE_CHECKING:
+    from omnistage.api.settings import ApiSettings
+
+API_KEY_VARIABLE = "OMNISTAGE_API_KEY"
+
+_COUNTS = {
+    "max_steps": "most denoising steps a request may ask for",
+    "max_n": "most pictures a request may ask for",
+    "max_prompt_chars": "longest prompt",
+    "max_body_bytes": "largest request body",
+    "max_open_requests": "HTTP requests open at a time",
+    "max_input_images": "most input pictures of a request",
+    "max_media_bytes": "largest input picture, as a file",
+    "media_threads": "threads that decode input pictures",
+}
+_SECONDS = {
+    "body_timeout_s": "how long a client may take to send its body",
+    "media_timeout_s": "how long fetching input pictures may take",
+    "drain_timeout_s": "how long running requests may go on after the first stop signal",
+}
+_SWITCHES = {
+    "allow_private_media": "fetch input pictures from private and loopback addresses too",
+    "allow_http_media": "fetch input pictures over http too, not only https",
+}
+
+
+def add_arguments(parser: CommandParser) -> None:
+    http = parser.add_argument_group("server")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    http.add_argument(
+        "--port", type=int, default=8000, help="port to listen on, 0 for a free one (%(default)s)"
+    )
+    http.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"key that clients must send; repeat for more (also from {API_KEY_VARIABLE})",
+    )
+    http.add_argument(
+        "--max-generated-image-size",
+        type=size,
+        metavar="WxH",
+        help="largest picture a request may ask for, by pixels (7680x4320)",
+    )
+    for name, meaning in _COUNTS.items():
+        http.add_argument(_flag(name), type=at_least_one, metavar="N", help=meaning)
+    for name, meaning in _SECONDS.items():
+        http.add_argument(_flag(name), type=number, metavar="S", help=meaning)
+    for name, meaning in _SWITCHES.items():
+        http.add_argument(_flag(name), action="store_true", default=None, help=meaning)
+    http.add_argument(
+        "--allowed-local-media-path",
+        type=Path,
+        metavar="DIR",
+        help="folder that file: input pictures may come from",
+    )
+    http.add_argument("--log-json", action="store_true", help="log one JSON object a line")
+    http.add_argument("--stop-with-stdin", action="store_true", help="stop when stdin closes")
+    add_model_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = api_settings(args)
+    config = resolve(args, *_pixel_override(args))
+    configure_logging(config.log_level, json=args.log_json)
+
+    from omnistage.api.server import run_server
+    from omnistage.engine.async_omni import AsyncOmni
+
+    if args.stop_with_stdin:
+        threading.Thread(target=_stop_at_end_of_stdin, name="stdin", daemon=True).start()
+    return run_server(
+        lambda: AsyncOmni(config=config), host=args.host, port=args.port, settings=settings
+    )
+
+
+def api_settings(args: argparse.Namespace) -> ApiSettings:
+    """The bounds of the server; what no flag sets keeps the default."""
+    from omnistage.api.settings import ApiSettings
+
+    names = [*_COUNTS, *_SECONDS, *_SWITCHES, "allowed_local_media_path"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.max_generated_image_size is not None:
+        width, height = args.max_generated_image_size
+        given["max_pixels"] = width * height
+    keys = args.api_key or [key for key in [os.environ.get(API_KEY_VARIABLE)] if key]
+    return ApiSettings(api_keys=tuple(keys), **given)
+
+
+def _pixel_override(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The stage checks the same bound again, before it allocates anything."""
+    if args.max_generated_image_size is None:
+        return []
+    width, height = args.max_generated_image_size
+    return [("options.max_pixels", str(width * height))]
+
+
+def _stop_at_end_of_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
