@@ -1,0 +1,93 @@
+"""The command line as a public surface: a change here is a change for users."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import omnistage
+from omnistage.cli.main import COMMANDS, main, usage
+from tests.cli.test_parsing import parser_of
+
+DEPLOYMENT = """
+--deploy-config --stage-overrides --device --devices --num-replicas --process --dtype
+--max-num-seqs --output-window --connector --shm-threshold-bytes --memory-budget-gib --offload
+--enforce-eager --no-enforce-eager --init-timeout --stage-init-timeout --init-timeout-s
+--heartbeat-timeout --heartbeat-timeout-s --omni-heartbeat-timeout --operation-limits
+--operation-limits-s --restart --default-sampling-params --options --tensor-parallel-size
+--sequence-parallel-size --ulysses-degree --usp --data-parallel-size --pipeline-parallel-size
+--cfg-parallel-size --rank-parallel-size --served-model-name --lb-policy --omni-lb-policy
+--log-level --limits --max-inflight-requests --max-queue --request-timeout-s
+--slow-client-timeout-s --abort-timeout-s --shutdown-timeout-s --stream-buffer --vae-use-tiling
+--no-vae-use-tiling --vae-use-slicing --no-vae-use-slicing --omni
+"""
+
+FLAGS = {
+    "serve": DEPLOYMENT
+    + """
+--host --port --api-key --max-generated-image-size --max-steps --max-n --max-prompt-chars
+--max-body-bytes --max-open-requests --max-input-images --max-media-bytes --media-threads
+--body-timeout-s --media-timeout-s --drain-timeout-s --allow-private-media --allow-http-media
+--allowed-local-media-path --log-json --stop-with-stdin
+""",
+    "generate": DEPLOYMENT
+    + """
+--prompt --output --negative-prompt --size --steps --seed --n --guidance-scale --true-cfg-scale
+--strength --scheduler --image --extra-args --no-progress
+""",
+    "plan": DEPLOYMENT + "--config-only --json",
+    "doctor": "--json --quick",
+    "demo": "--prompt --seed --output-dir",
+    "bench": DEPLOYMENT
+    + """
+--url --peer-url --peer-model --api-key --requests --concurrency --warmup --rounds --size --steps
+--n --timeout-s --target
+""",
+}
+
+
+@pytest.mark.invariant("CLI-INV-200")
+def test_the_commands() -> None:
+    assert list(COMMANDS) == ["serve", "generate", "plan", "doctor", "demo", "bench"]
+    assert list(FLAGS) == list(COMMANDS)
+
+
+@pytest.mark.invariant("CLI-INV-200")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_flags_of_a_command(command: str) -> None:
+    assert sorted(parser_of(command).flag_names()) == sorted(
+        [*FLAGS[command].split(), "-h", "--help"]
+    )
+
+
+@pytest.mark.invariant("CLI-INV-200")
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == usage()
+    for words in (["--version"], ["-V"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == f"omnistage {omnistage.__version__}\n"
+    assert all(name in usage() and meaning in usage() for name, meaning in COMMANDS.items())
+
+
+@pytest.mark.invariant("CLI-INV-002")
+@pytest.mark.parametrize("words", [["--help"], *[[name, "--help"] for name in COMMANDS]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    code = f"""
+import json, sys
+from omnistage.cli.main import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+heavy = ("torch", "diffusers", "transformers", "numpy", "fastapi", "zmq", "PIL", "httpx")
+print(json.dumps([name for name in heavy if name in sys.modules]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []
