@@ -80,7 +80,7 @@ def _ask(url: str, prompt: str, seed: int) -> bytes:
 
 def _save(data: bytes, prompt: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+    name = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:80] or "picture"
     path = folder / f"{name}.png"
     path.write_bytes(data)
     return path

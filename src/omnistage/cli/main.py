@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Protocol
 
 from omnistage import __version__
 from omnistage.cli import exits
@@ -39,16 +38,6 @@ commands:
 
 start here:  omnistage demo
 """
-
-
-class Command(Protocol):
-    """What a module of a command offers."""
-
-    @staticmethod
-    def add_arguments(parser: CommandParser) -> None: ...
-
-    @staticmethod
-    def run(args: object) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:

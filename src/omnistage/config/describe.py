@@ -13,16 +13,9 @@ from omnistage.config.resolved import OmniConfig, ParallelConfig, ResolvedStage
 from omnistage.config.settings import deployment_settings, stage_settings
 
 _DETAILS = (
-    "dtype",
-    "max_num_seqs",
-    "output_window",
-    "connector",
-    "shm_threshold_bytes",
-    "memory_budget_gib",
-    "offload",
-    "enforce_eager",
-    "init_timeout_s",
-    "heartbeat_timeout_s",
+    ("dtype", "memory_budget_gib", "offload", "enforce_eager"),
+    ("max_num_seqs", "output_window", "connector", "shm_threshold_bytes"),
+    ("init_timeout_s", "heartbeat_timeout_s"),
 )
 
 
@@ -75,7 +68,8 @@ def _stage_lines(stage: ResolvedStage) -> Iterator[str]:
     )
     yield f"  runtime  {topology.runtime}"
     yield f"  process  {stage.process}; {_copies(stage)} on {', '.join(stage.devices)}"
-    yield "  " + ", ".join(f"{name} {_word(getattr(stage, name))}" for name in _DETAILS)
+    for names in _DETAILS:
+        yield "  " + ", ".join(f"{name} {_word(getattr(stage, name))}" for name in names)
     yield f"  restart  {_pairs(stage.restart)}"
     yield f"  operation_limits_s  {_mapping(stage.operation_limits_s)}"
     if stage.default_sampling_params:

@@ -12,7 +12,6 @@ from omnistage.config.checks import (
     canonical_keys,
     parse_json,
     require_mapping,
-    suggestion,
 )
 from omnistage.config.layers import GLOBAL_KEYS, Layer, split_layer
 from omnistage.config.schema import LIMIT_KEYS, STAGE_KEYS
@@ -108,8 +107,3 @@ def is_override_flag(name: str) -> bool:
     """Whether a flag (without dashes) addresses a stage or a nested key: `stage-0.process`."""
     head = name.split(".", 1)[0]
     return bool(STAGE_FLAG.match(head)) or ("." in name and head.replace("-", "_") in GLOBAL_KEYS)
-
-
-def unknown_flag(name: str, known: Iterable[str]) -> str:
-    """One line for a flag that does not exist."""
-    return f"unknown flag --{name}; {suggestion(name, known)}"
