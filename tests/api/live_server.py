@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from omnistage.api.app import create_app
+from omnistage.api.http_side import HttpServer
 from omnistage.api.listener import open_listener, url_of
-from omnistage.api.server import HttpServer
 from omnistage.api.settings import ApiSettings
 from tests.api.fake_engine import FakeEngine
 

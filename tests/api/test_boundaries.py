@@ -39,7 +39,7 @@ def test_routes_know_the_engine_and_nothing_behind_it() -> None:
 @pytest.mark.invariant("ENTRY-INV-001")
 def test_the_server_imports_neither_torch_nor_the_engine() -> None:
     script = (
-        "import sys, omnistage.api.app, omnistage.api.server; "
+        "import sys, omnistage.api.http_side, omnistage.api.server; "
         "found = {'torch', 'diffusers', 'transformers', 'omnistage.engine.async_omni'} "
         "& set(sys.modules); "
         "sys.exit(str(found) if found else 0)"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from omnistage import __version__
-from omnistage.api.context import AppContext, Lifecycle
+from omnistage.api.context import AppContext
 from omnistage.api.errors import install_error_handlers
+from omnistage.api.lifecycle import Lifecycle
 from omnistage.api.media import PictureSource
 from omnistage.api.media_fetch import MediaFetcher
 from omnistage.api.middleware.auth import AuthMiddleware

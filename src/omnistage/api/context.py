@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from fastapi import Request
 
+from omnistage.api.lifecycle import Lifecycle
 from omnistage.api.media import PictureSource
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
-from omnistage.contracts.errors import InvalidRequestError, NotFoundError, UnavailableError
+from omnistage.contracts.errors import InvalidRequestError, NotFoundError
 from omnistage.contracts.modalities import Modality
 
 if TYPE_CHECKING:
     from omnistage.engine.async_omni import AsyncOmni
-
-
-class Phase(StrEnum):
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"
-
-
-@dataclass(slots=True)
-class Lifecycle:
-    """Whether new work is taken. Only the server moves it, forwards."""
-
-    phase: Phase = Phase.SERVING
-
-    def check_serving(self) -> None:
-        if self.phase is Phase.STARTING:
-            raise UnavailableError(
-                "the model is still loading; GET /ready answers 200 when it is done",
-                retry_after_s=5.0,
-            )
-        if self.phase is Phase.DRAINING:
-            raise UnavailableError("the server is shutting down and takes no new requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

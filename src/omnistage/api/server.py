@@ -6,20 +6,17 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-from fastapi import FastAPI
-
-from omnistage.api.app import create_app
-from omnistage.api.context import Lifecycle, Phase
+from omnistage.api.lifecycle import Lifecycle, Phase
 from omnistage.api.listener import open_listener, url_of
 from omnistage.api.settings import ApiSettings
 from omnistage.contracts.errors import InternalError
 from omnistage.observability.logging import get_logger
 
 if TYPE_CHECKING:
+    from omnistage.api.http_side import HttpSide
     from omnistage.engine.async_omni import AsyncOmni
 
 logger = get_logger(__name__)
@@ -28,8 +25,6 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_HTTP_SHUTDOWN_S = 5
-_HURRIED_HTTP_SHUTDOWN_S = 1
 _SHUTDOWN_MARGIN_S = 5.0
 
 
@@ -55,14 +50,6 @@ class StopSignals:
     def _on_signal(self, number: int) -> None:
         self.last_number = number
         (self.second if self.first.is_set() else self.first).set()
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn, but the signals are ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 def print_line(line: str) -> None:
@@ -101,51 +88,47 @@ async def _serve(
     with signals.installed():
         engine = engine_factory()
         lifecycle = Lifecycle(phase=Phase.STARTING)
-        app = create_app(engine, settings, lifecycle=lifecycle)
-        server = _http_server(app)
-        http = asyncio.create_task(server.serve(sockets=[listener]))
+        start = asyncio.create_task(engine.start())
+        http = None
         try:
-            if await _started(engine, http, signals.first):
+            http = await _open_http(engine, settings, lifecycle, listener)
+            if await _started(start, http.task, signals.first):
                 lifecycle.phase = Phase.SERVING
                 announce(f"ready: {engine.config.served_model_name} at {url_of(listener)}")
-                await _first_of(signals.first.wait(), http)
+                await _first_of(signals.first.wait(), http.task)
                 lifecycle.phase = Phase.DRAINING
                 await _drain(engine, signals.second, settings.drain_timeout_s)
         finally:
             lifecycle.phase = Phase.DRAINING
             try:
-                await _shut_down(engine)
+                await _shut_down(engine, start)
             finally:
-                await _stop_http(server, http, signals.second)
-                app.state.context.workers.close()
+                if http is not None:
+                    await http.stop(signals.second)
     if not signals.first.is_set():
         raise InternalError("the HTTP server ended by itself; the log says why")
     return 128 + signals.last_number if signals.second.is_set() else 0
 
 
-def _http_server(app: FastAPI) -> HttpServer:
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_HTTP_SHUTDOWN_S,
-    )
-    return HttpServer(config)
+async def _open_http(
+    engine: AsyncOmni, settings: ApiSettings, lifecycle: Lifecycle, listener: socket.socket
+) -> HttpSide:
+    """Importing the HTTP side takes half a second. The stages' processes are started first, so
+    that both load at the same time."""
+    await asyncio.sleep(0)
+    from omnistage.api.http_side import HttpSide
+
+    return HttpSide(engine, settings, lifecycle, listener)
 
 
-async def _started(engine: AsyncOmni, http: asyncio.Task[None], stop: asyncio.Event) -> bool:
+async def _started(
+    start: asyncio.Task[None], http: asyncio.Task[None], stop: asyncio.Event
+) -> bool:
     """Whether the engine came up before somebody asked for the end. Raises what kept it."""
-    start = asyncio.create_task(engine.start())
-    try:
-        await _first_of(stop.wait(), start, http)
-        if start.done():
-            start.result()
-        return start.done() and not stop.is_set()
-    finally:
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
+    await _first_of(stop.wait(), start, http)
+    if start.done():
+        start.result()
+    return start.done() and not stop.is_set()
 
 
 async def _drain(engine: AsyncOmni, second: asyncio.Event, timeout_s: float) -> None:
@@ -160,8 +143,10 @@ async def _drain(engine: AsyncOmni, second: asyncio.Event, timeout_s: float) -> 
         await asyncio.gather(drain, return_exceptions=True)
 
 
-async def _shut_down(engine: AsyncOmni) -> None:
+async def _shut_down(engine: AsyncOmni, start: asyncio.Task[None]) -> None:
     """Before the HTTP side: open requests end with an error that the server still delivers."""
+    start.cancel()
+    await asyncio.gather(start, return_exceptions=True)
     try:
         async with asyncio.timeout(engine.config.limits.shutdown_timeout_s + _SHUTDOWN_MARGIN_S):
             await engine.shutdown()
@@ -169,27 +154,10 @@ async def _shut_down(engine: AsyncOmni) -> None:
         logger.error("the engine did not shut down in time")
 
 
-async def _stop_http(server: HttpServer, http: asyncio.Task[None], second: asyncio.Event) -> None:
-    """Let open answers out, for less time when somebody is in a hurry."""
-    server.should_exit = True
-    if second.is_set():
-        await asyncio.wait({http}, timeout=_HURRIED_HTTP_SHUTDOWN_S)
-    else:
-        await _first_of(second.wait(), http, timeout_s=_HTTP_SHUTDOWN_S + _SHUTDOWN_MARGIN_S)
-    server.force_exit = True
-    try:
-        async with asyncio.timeout(_SHUTDOWN_MARGIN_S):
-            await http
-    except TimeoutError:
-        logger.error("the HTTP server did not stop in time")
-
-
-async def _first_of(
-    event_wait: Coroutine[Any, Any, Any], *tasks: asyncio.Task[Any], timeout_s: float | None = None
-) -> None:
+async def _first_of(event_wait: Coroutine[Any, Any, Any], *tasks: asyncio.Task[Any]) -> None:
     """Wait for the event or for any of `tasks`, which stay as they are."""
     waiter = asyncio.create_task(event_wait)
     try:
-        await asyncio.wait({waiter, *tasks}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiter, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiter.cancel()

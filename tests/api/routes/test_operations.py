@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from omnistage import __version__
-from omnistage.api.context import Lifecycle, Phase
+from omnistage.api.lifecycle import Lifecycle, Phase
 from tests.api.conftest import open_client
 from tests.api.fake_engine import MODEL, FakeEngine
 

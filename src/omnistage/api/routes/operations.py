@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from omnistage import __version__
-from omnistage.api.context import Phase, context_of
+from omnistage.api.context import context_of
+from omnistage.api.lifecycle import Phase
 from omnistage.api.protocol.operations import Health, Root, Version
 from omnistage.api.routes.head import answers_get
 
