@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 from omnistage.cli.model_flags import add_model_flags, resolve
 from omnistage.cli.parsing import CommandParser
 from omnistage.cli.values import at_least_one, number, size
-from omnistage.observability.logging import configure_logging
+from omnistage.config.describe import describe
+from omnistage.observability.logging import configure_logging, get_logger
 
 if TYPE_CHECKING:
     from omnistage.api.settings import ApiSettings
+
+logger = get_logger(__name__)
 
 API_KEY_VARIABLE = "OMNISTAGE_API_KEY"
 
@@ -81,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     settings = api_settings(args)
     config = resolve(args, *_pixel_override(args))
     configure_logging(config.log_level, json=args.log_json)
+    logger.info("starting %s from %s", config.served_model_name, config.model_path)
+    logger.debug("%s", describe(config))
 
     from omnistage.api.server import run_server
     from omnistage.engine.async_omni import AsyncOmni
