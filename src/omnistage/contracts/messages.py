@@ -146,7 +146,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
 class Output(Message, frozen=True, kw_only=True, tag="output"):
     """Output number `sequence` (from 0, without gaps) of one child at one stage.
 
-    `final` marks its last. `timings_s` maps a phase's name to seconds, on the final one.
+    `final` marks its last. `timings_s` maps a phase's name to seconds, on the final one. `tx_s` is
+    what handing the payload to the connector took.
     """
 
     identity: RequestIdentity
@@ -156,6 +157,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
     final: bool
     finish_reason: str | None = None
     timings_s: dict[str, float] = {}
+    tx_s: float = 0.0
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):

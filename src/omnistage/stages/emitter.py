@@ -5,6 +5,7 @@ A payload's memory belongs to this side until its output is acknowledged or its 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -59,7 +60,10 @@ class Emitter:
         return len(self._children)
 
     def emit(self, emission: Emission) -> bool:
-        """Send one emission; True when it ends its child at this stage."""
+        """Send one emission; True when it ends its child at this stage.
+
+        Raises `OmniError` when its data cannot travel; the child is open as before then.
+        """
         child = self._children[emission.identity.key]
         assert not child.ended, f"an emission for {emission.identity} after its end"
         if emission.error is not None:
@@ -71,12 +75,10 @@ class Emitter:
             self.forget(emission.identity.key)
             return True
         assert emission.data is not None
+        started = time.monotonic()
         ref, frames = self._connector.send(emission.data)
         sequence = child.next_sequence
-        child.next_sequence += 1
-        child.credits -= 1
         child.handles[sequence] = ref.handle
-        child.ended = emission.final
         self._send(
             Output(
                 identity=emission.identity,
@@ -86,10 +88,14 @@ class Emitter:
                 final=emission.final,
                 finish_reason=emission.finish_reason,
                 timings_s=emission.timings_s,
+                tx_s=time.monotonic() - started,
                 **self._address,
             ),
             frames,
         )
+        child.next_sequence += 1
+        child.credits -= 1
+        child.ended = emission.final
         if not emission.final:
             self._on_credits(emission.identity.key, child.credits)
         return emission.final

@@ -10,7 +10,7 @@ from typing import Any
 from omnistage.config.resolved import ResolvedStage
 from omnistage.contracts.errors import as_omni_error
 from omnistage.contracts.identity import RequestIdentity, RequestKey
-from omnistage.contracts.messages import AppendInput, InputConsumed, Submit
+from omnistage.contracts.messages import AppendInput, EndInput, InputConsumed, Submit
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import (
     Emission,
@@ -67,6 +67,7 @@ class Intake:
     def append(self, message: AppendInput, frames: Sequence[Any]) -> None:
         identity = message.identity
         if not self._emitter.is_open(identity.key):
+            self._say_consumed(message)  # Its child has ended: nobody else will free it.
             return
 
         def append() -> None:
@@ -76,6 +77,11 @@ class Intake:
                 self._scheduler.end_input(identity, message.epoch)
 
         self._guarded(identity, append)
+
+    def end(self, message: EndInput) -> None:
+        identity = message.identity
+        if self._emitter.is_open(identity.key):
+            self._guarded(identity, lambda: self._scheduler.end_input(identity, message.epoch))
 
     @property
     def num_children(self) -> int:
@@ -88,20 +94,23 @@ class Intake:
         """Copy the payload in, tell its producer, and adapt it to this stage."""
         started = time.monotonic()
         data = self._connector.receive(message.payload, frames)
-        self._post(
-            InputConsumed(
-                identity=message.identity,
-                source_stage_id=message.source_stage_id,
-                sequence=message.sequence,
-                rx_s=time.monotonic() - started,
-                nbytes=message.payload.nbytes,
-            )
-        )
+        self._say_consumed(message, time.monotonic() - started)
         source = message.source_stage_id
         adapter = None if source is None else self._adapters.get(source)
         if adapter is None:
             return data
         return adapter(data, self._params[message.identity.key], self._executor)
+
+    def _say_consumed(self, message: Submit | AppendInput, rx_s: float = 0.0) -> None:
+        self._post(
+            InputConsumed(
+                identity=message.identity,
+                source_stage_id=message.source_stage_id,
+                sequence=message.sequence,
+                rx_s=rx_s,
+                nbytes=message.payload.nbytes,
+            )
+        )
 
     def _guarded(self, identity: RequestIdentity, action: Callable[[], None]) -> None:
         try:

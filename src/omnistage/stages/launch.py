@@ -99,19 +99,21 @@ def start_child(
     """Start `python -m module`; `on_exit(code)` is called from a watcher thread when it ends.
 
     The child gets its own process group: Ctrl-C reaches the parent alone, which then shuts down
-    in order.
+    in order. Returns at once; the record is written by the watcher, for a pipe may be full.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
         child_command(module), stdin=subprocess.PIPE, env=environment, bufsize=0, process_group=0
     )
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # It died at once: the watcher reports it.
-        child.stdin.write(encode_launch(launch))
+    record = memoryview(encode_launch(launch))
 
     def watch() -> None:
-        code = child.wait()
         assert child.stdin is not None
+        rest = record
+        with contextlib.suppress(BrokenPipeError):  # It died at once: `wait` says how.
+            while rest:
+                rest = rest[child.stdin.write(rest) :]
+        code = child.wait()
         child.stdin.close()
         on_exit(code)
 

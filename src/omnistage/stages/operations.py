@@ -31,6 +31,10 @@ class OperationClock:
     def limit_s(self, kind: str) -> float:
         return self._limits_s.get(kind, self._limits_s["forward"])
 
+    @property
+    def longest_limit_s(self) -> float:
+        return max(self._limits_s.values())
+
     def snapshot(self) -> Operation | None:
         current = self._current
         if current is None:

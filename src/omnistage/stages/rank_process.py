@@ -28,6 +28,7 @@ from omnistage.contracts.messages import (
     RankVerdict,
     ToRank,
 )
+from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Executor
 from omnistage.observability.logging import configure_logging, get_logger
@@ -49,6 +50,8 @@ class LeaderLink:
         self.connector = InlineConnector()
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):  # Bounded by the checkpoints of one command.
+            self._socket.setsockopt(option, 0)
         self._socket.connect(launch.endpoint)
         self.send(RankHello(rank=launch.rank, token=launch.token, pid=os.getpid()))
 
@@ -85,7 +88,7 @@ class RankContext:
 
     def checkpoint(self) -> frozenset[RequestKey]:
         self._clock.touch()
-        verdict, _ = self._link.receive(self._clock.limit_s("step"))
+        verdict, _ = self._link.receive(self._clock.longest_limit_s)
         if not isinstance(verdict, RankVerdict) or verdict.sequence != self._sequence:
             raise ProtocolError(f"expected a verdict on command {self._sequence}, got {verdict!r}")
         if verdict.checkpoint == ABANDONED:
@@ -102,8 +105,13 @@ class RankContext:
         self._clock.begin(kind)
 
 
-def execute(executor: Executor, context: RankContext, link: LeaderLink, message: RankCommand,
-            frames: list[memoryview]) -> None:  # fmt: skip
+def execute(
+    executor: Executor,
+    context: RankContext,
+    link: LeaderLink,
+    message: RankCommand,
+    frames: list[memoryview],
+) -> None:
     context.start(message.sequence)
     command = Command(
         name=message.name,
@@ -112,12 +120,12 @@ def execute(executor: Executor, context: RankContext, link: LeaderLink, message:
     )
     try:
         result: StageData = executor.execute(command, context)
+        ref, out_frames = link.connector.send(result)
     except ProtocolError:
         raise
     except Exception as error:
         _answer_error(link, context.rank, message.sequence, error)
         return
-    ref, out_frames = link.connector.send(result)
     link.send(RankResult(rank=context.rank, sequence=message.sequence, payload=ref), out_frames)
 
 
@@ -152,14 +160,13 @@ def serve(launch: RankLaunch, link: LeaderLink) -> None:
 
 
 def _load(executor: Executor, link: LeaderLink, rank: int) -> None:
-    from omnistage.contracts.modalities import Modality
-
     try:
         description = executor.load(lambda note, fraction: None)
+        data = StageData(modality=Modality.HIDDEN, fields=description)
+        ref, frames = link.connector.send(data)
     except Exception as error:
         _answer_error(link, rank, 0, error)
         return
-    ref, frames = link.connector.send(StageData(modality=Modality.HIDDEN, fields=description))
     link.send(RankResult(rank=rank, sequence=0, payload=ref), frames)
 
 

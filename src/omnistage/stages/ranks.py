@@ -6,6 +6,7 @@ methods are called by the leader's executing thread only, except `lost` which an
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -62,7 +63,9 @@ class RemoteRank:
         self._lost = threading.Event()
         self._stopping = False
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        self._early: StageData | OmniError | None = None
         self._socket.bind(endpoint())
         address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         launch = RankLaunch(
@@ -99,7 +102,17 @@ class RemoteRank:
                 raise self._gone(f"did not answer within {limit_s:.0f} s")
         return self._decoder.decode(self._socket.recv_multipart())
 
+    def early_error(self, sequence: int) -> OmniError | None:
+        """The error by which this rank has ended command `sequence` already, if it has."""
+        if self._early is None and self._socket.poll(0):
+            self._early = self._read_result(sequence, 0.0)
+        return self._early if isinstance(self._early, OmniError) else None
+
     def result(self, sequence: int, limit_s: float) -> StageData | OmniError:
+        early, self._early = self._early, None
+        return early if early is not None else self._read_result(sequence, limit_s)
+
+    def _read_result(self, sequence: int, limit_s: float) -> StageData | OmniError:
         message, frames = self.receive(limit_s)
         if not isinstance(message, RankResult) or message.sequence != sequence:
             raise InternalError(f"rank {self.rank} answered out of order: {message!r}")
@@ -113,18 +126,21 @@ class RemoteRank:
         if not isinstance(message, RankHello) or not tokens_match(message.token, self._token):
             raise InternalError(f"rank {self.rank} did not prove who it is")
 
-    def stop(self) -> None:
-        """End the process: politely, then by force. Idempotent."""
+    def ask_to_stop(self) -> None:
         self._stopping = True
         if not self._socket.closed:
-            try:
+            with contextlib.suppress(zmq.Again):  # Nobody listens: `end` does without.
                 self._socket.send_multipart(encode(RankStop()), flags=zmq.NOBLOCK)
-                self.process.wait(STOP_GRACE_S)
-            except (zmq.Again, subprocess.TimeoutExpired):
-                pass
+
+    def end(self, give_up: float) -> None:
+        """Wait for the process until `give_up` (monotonic seconds), then use force. Idempotent."""
+        try:
+            self.process.wait(max(0.0, give_up - time.monotonic()))
+        except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait(STOP_GRACE_S)
+        finally:
             self._socket.close(linger=0)
-        self.process.wait(STOP_GRACE_S)
 
     def _gone(self, what: str) -> StageLostError:
         code = self.process.poll()
@@ -191,6 +207,13 @@ class RankGroup:
     def abandon(self) -> None:
         self.verdict(ABANDONED, ())
 
+    def raise_early_error(self) -> None:
+        """Raise what a rank has reported before its turn: the leader need not go on alone."""
+        for remote in self._remotes:
+            error = remote.early_error(self._sequence)
+            if error is not None:
+                raise error
+
     def gather(self, limit_s: float) -> list[StageData | OmniError]:
         """The remote ranks' results of the last command, by rank from 1."""
         return [remote.result(self._sequence, limit_s) for remote in self._remotes]
@@ -205,5 +228,9 @@ class RankGroup:
                 remote.send(parts)
 
     def stop(self) -> None:
+        """End all rank processes. Idempotent."""
+        give_up = time.monotonic() + STOP_GRACE_S
         for remote in self._remotes:
-            remote.stop()
+            remote.ask_to_stop()
+        for remote in self._remotes:
+            remote.end(give_up)

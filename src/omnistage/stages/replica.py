@@ -12,14 +12,7 @@ from typing import Any
 import msgspec
 
 from omnistage.config.resolved import ResolvedStage
-from omnistage.contracts.errors import (
-    InternalError,
-    InvalidRequestError,
-    OmniError,
-    StageLostError,
-    UnavailableError,
-    as_omni_error,
-)
+from omnistage.contracts.errors import OmniError, UnavailableError, as_omni_error
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.messages import (
     Abort,
@@ -33,7 +26,6 @@ from omnistage.contracts.messages import (
     Failed,
     LoadProgress,
     Message,
-    Progress,
     Ready,
     ReplicaFailed,
     ReplicaStatus,
@@ -42,9 +34,10 @@ from omnistage.contracts.messages import (
     Stopped,
     Submit,
 )
-from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Emission
 from omnistage.observability.logging import get_logger, request_scope
+from omnistage.stages.commands import CommandRunner, LeaderContext
+from omnistage.stages.controls import ReplicaControls
 from omnistage.stages.emitter import Emitter, MessageSink
 from omnistage.stages.imports import load_object
 from omnistage.stages.intake import Intake
@@ -54,42 +47,8 @@ from omnistage.transport.registry import make_connector
 
 logger = get_logger(__name__)
 
-HELD_RESOURCES = "held_resources"
-"""The control method that every replica answers itself."""
-
 _IDLE_WAIT_S = 5.0
 Mail = tuple[Message, Sequence[Any]]
-
-
-class LeaderContext:
-    """`ExecutionContext` of rank 0: its checkpoints decide for all ranks."""
-
-    rank = 0
-
-    def __init__(self, replica: Replica, ranks: RankGroup, clock: OperationClock) -> None:
-        self.world_size = replica.stage.parallel.world_size
-        self._replica = replica
-        self._ranks = ranks
-        self._clock = clock
-        self._identities: tuple[RequestIdentity, ...] = ()
-        self._checkpoint = 0
-
-    def start(self, command: Command) -> None:
-        self._identities, self._checkpoint = command.identities, 0
-        self._clock.begin(command.kind)
-
-    def checkpoint(self) -> frozenset[RequestKey]:
-        self._clock.touch()
-        cancelled = [i for i in self._identities if self._replica.is_cancelled(i.key)]
-        self._ranks.verdict(self._checkpoint, cancelled)
-        self._checkpoint += 1
-        return frozenset(identity.key for identity in cancelled)
-
-    def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
-        self._replica.post(Progress(identity=identity, step=step, total_steps=total_steps))
-
-    def operation(self, kind: str) -> None:
-        self._clock.begin(kind)
 
 
 class Replica:
@@ -122,6 +81,7 @@ class Replica:
         self._stopping = False
         self._executor: Any = None
         self._ranks: Any = None
+        self._controls: Any = None
         self._thread = threading.Thread(
             target=self._run, name=f"stage-{stage.stage_id}-{replica_id}", daemon=True
         )
@@ -160,28 +120,28 @@ class Replica:
     # executing thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Ends with exactly one `StartFailed` or `Stopped`, whatever happens."""
         try:
             self._load()
-        except Exception as error:
+        except BaseException as error:
             failure = as_omni_error(error, detail=traceback.format_exc())
             self._close_all()
             self.post(StartFailed(error=failure.to_record()))
             return
         try:
             self._serve()
-        except Exception as error:
+        except BaseException as error:
             failure = as_omni_error(error, detail=traceback.format_exc())
             logger.error("stage %s is unusable: %s", self.stage.name, failure.detail)
             self.post(ReplicaFailed(error=failure.to_record()))
-        else:
-            self._close_all()
-        finally:
-            self._clock.idle()
-            self.post(Stopped())
+        self._close_all()
+        self._clock.idle()
+        self.post(Stopped())
 
     def _load(self) -> None:
         started = time.monotonic()
         runtime = load_object(self.stage.stage.runtime)
+        world_size = self.stage.parallel.world_size
         self._ranks = RankGroup(
             self.stage,
             self.replica_id,
@@ -189,13 +149,12 @@ class Replica:
             lambda rank, code: self._on_rank_exit(self, rank, code),
         )
         self._scheduler = runtime.scheduler(self.stage)
-        self._executor = runtime.executor(self.stage, 0, self.stage.parallel.world_size)
+        self._executor = runtime.executor(self.stage, 0, world_size)
         self._ranks.begin_load()
-        description = self._executor.load(
-            lambda note, fraction: self.post(LoadProgress(note=note, fraction=fraction))
-        )
+        description = self._executor.load(self._report_load)
         self._ranks.finish_load()
-        self._context = LeaderContext(self, self._ranks, self._clock)
+        context = LeaderContext(world_size, self._ranks, self._clock, self.is_cancelled, self.post)
+        self._runner = CommandRunner(self._executor, self._ranks, self._clock, context)
         self._emitter = Emitter(
             self.stage.stage_id,
             self.replica_id,
@@ -206,14 +165,19 @@ class Replica:
         self._intake = Intake(
             self.stage, self._connector, self._emitter, self._scheduler, self._executor, self.post
         )
-        self._clock.idle()
-        self.post(
-            Ready(
-                description=description,
-                load_s=time.monotonic() - started,
-                rank_pids=self._ranks.pids,
-            )
+        self._controls = ReplicaControls(
+            self.stage.name, self.replica_id, self._executor, self._held_resources
         )
+        self._clock.idle()
+        load_s = time.monotonic() - started
+        self.post(Ready(description=description, load_s=load_s, rank_pids=self._ranks.pids))
+
+    def _report_load(self, note: str, fraction: float | None) -> None:
+        """The points at which a load can end early: a shutdown, a rank that has failed."""
+        if self._stopping:
+            raise UnavailableError("this replica was stopped while it was loading")
+        self._ranks.raise_early_error()
+        self.post(LoadProgress(note=note, fraction=fraction))
 
     def _serve(self) -> None:
         """The replica's one loop: mail, one command, emissions."""
@@ -235,43 +199,30 @@ class Replica:
 
     def _step(self, command: Command) -> None:
         with request_scope(_scope_of(command), self.stage.stage_id):
-            outcome = self._execute(command)
+            with self._controls.profiled(command):
+                outcome = self._runner.run(command)
+            self._controls.command_done()
             if isinstance(outcome, OmniError):
                 emissions = list(self._scheduler.fail(command, outcome))
             else:
                 emissions = list(self._scheduler.complete(command, outcome))
+            self._emit_all(emissions)
+
+    def _emit_all(self, emissions: Sequence[Emission]) -> None:
+        """A child whose output cannot travel fails; what else it has to say is dropped."""
+        failed: set[RequestKey] = set()
         for emission in emissions:
-            self._emit(emission)
-
-    def _execute(self, command: Command) -> list[StageData] | OmniError:
-        """Run one command on all ranks; the first error of any rank stands for all."""
-        self._context.start(command)
-        own: StageData | OmniError
-        try:
-            self._ranks.broadcast(command)
-        except InvalidRequestError as error:
-            return error
-        try:
-            own = self._executor.execute(command, self._context)
-        except StageLostError:
-            raise
-        except Exception as error:
-            own = as_omni_error(error, detail=traceback.format_exc())
-            if isinstance(own, InternalError):
-                logger.error("command %r failed: %s", command.name, own.detail)
-            self._ranks.abandon()
-        outcomes = [own, *self._ranks.gather(self._clock.limit_s(command.kind))]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, OmniError)]
-        if errors:
-            return errors[0]
-        return [outcome for outcome in outcomes if isinstance(outcome, StageData)]
-
-    def _emit(self, emission: Emission) -> None:
-        key = emission.identity.key
-        if self.is_cancelled(key):
-            return  # Its Abort is in the mail, or this replica ends: either frees everything.
-        if self._emitter.emit(emission):
-            self._release(key)
+            key = emission.identity.key
+            if key in failed or self.is_cancelled(key):
+                continue  # Cancelled: its Abort is in the mail, or this replica ends.
+            try:
+                ended = self._emitter.emit(emission)
+            except OmniError as error:
+                failed.add(key)
+                self._scheduler.abort(key)
+                ended = self._emitter.emit(Emission(identity=emission.identity, error=error))
+            if ended:
+                self._release(key)
 
     # mail -------------------------------------------------------------------------------------
 
@@ -286,12 +237,9 @@ class Replica:
 
     def _handle(self, message: Message, frames: Sequence[Any]) -> None:
         match message:
-            case Submit():
-                self._submit(message, frames)
-            case AppendInput() if message.identity.key not in self._cancelled:
-                self._intake.append(message, frames)
-            case EndInput() if self._emitter.is_open(message.identity.key):
-                self._scheduler.end_input(message.identity, message.epoch)
+            case Submit() | AppendInput() | EndInput():
+                if message.identity.key not in self._cancelled:
+                    self._take_in(message, frames)
             case Acknowledge():
                 self._emitter.acknowledge(message.identity.key, message.sequence)
             case Abort():
@@ -301,11 +249,16 @@ class Replica:
             case Drain():
                 self._draining = True
 
-    def _submit(self, message: Submit, frames: Sequence[Any]) -> None:
-        if self._draining or self._stopping:
+    def _take_in(self, message: Submit | AppendInput | EndInput, frames: Sequence[Any]) -> None:
+        self._clock.begin("encode")  # Input adapters may run parts of the model.
+        if isinstance(message, AppendInput):
+            self._intake.append(message, frames)
+        elif isinstance(message, EndInput):
+            self._intake.end(message)
+        elif self._draining or self._stopping:
             error = UnavailableError("this replica is stopping; please retry", retry_after_s=1.0)
             self.post(Failed(identity=message.identity, error=error.to_record()))
-        elif message.identity.key not in self._cancelled:
+        else:
             self._intake.submit(message, frames)
 
     def _abort(self, identity: RequestIdentity) -> None:
@@ -319,15 +272,11 @@ class Replica:
     def _control(self, message: Control) -> None:
         self._clock.begin("control")
         try:
-            if message.method == HELD_RESOURCES:
-                result: Any = self._held_resources()
-            else:
-                result = self._executor.control(message.method, message.arguments)
+            result = self._controls.call(message.method, message.arguments)
+            self.post(ControlResult(call_id=message.call_id, result=result))
         except Exception as error:
             record = as_omni_error(error, detail=traceback.format_exc()).to_record()
             self.post(ControlResult(call_id=message.call_id, error=record))
-        else:
-            self.post(ControlResult(call_id=message.call_id, result=result))
 
     def _held_resources(self) -> dict[str, int]:
         """What is held for requests: all zero when none is here."""
@@ -348,11 +297,18 @@ class Replica:
         self._ranks.release(key)
 
     def _close_all(self) -> None:
-        for resource in (self._executor, self._connector):
-            if resource is not None:
-                resource.close()
-        if self._ranks is not None:
-            self._ranks.stop()
+        """Close whatever exists. One that fails keeps no other from being closed."""
+        closers = [
+            self._controls and self._controls.close,
+            self._executor and self._executor.close,
+            self._connector.close,
+            self._ranks and self._ranks.stop,
+        ]
+        for close in filter(None, closers):
+            try:
+                close()
+            except Exception:
+                logger.exception("stage %s did not close cleanly", self.stage.name)
 
 
 def _scope_of(command: Command) -> str:

@@ -9,7 +9,13 @@ from typing import Any, Protocol
 import msgspec
 
 from omnistage.config.resolved import INLINE_PROCESS, OmniConfig
-from omnistage.contracts.errors import InternalError, OmniError, StageLostError, from_record
+from omnistage.contracts.errors import (
+    InternalError,
+    OmniError,
+    StageLostError,
+    UnavailableError,
+    from_record,
+)
 from omnistage.contracts.messages import (
     Drain,
     Heartbeat,
@@ -24,6 +30,7 @@ from omnistage.contracts.messages import (
 from omnistage.observability.logging import get_logger
 from omnistage.observability.metrics import EngineMetrics
 from omnistage.stages.pool import ReplicaHandle, ReplicaState, StagePool
+from omnistage.stages.start_gate import StartGate
 from omnistage.stages.switchboard import Switchboard
 from omnistage.stages.units import InlineUnit, ProcessUnit, Unit
 
@@ -55,11 +62,11 @@ class StageSupervisor:
         self._unit_of: dict[Address, Unit] = {}
         self._switchboard: Switchboard | None = None
         self._watchdog: asyncio.Task[None] | None = None
-        self._restarts: set[asyncio.TimerHandle] = set()
-        self._starting = True
+        self._restarts: dict[int, asyncio.TimerHandle] = {}
+        """By the unit's index."""
+        self._draining = False
         self._stopping = False
-        self._first_failure: asyncio.Future[None] | None = None
-        self._change = asyncio.Event()
+        self._start = StartGate(self._is_ready)
 
     # starting and stopping --------------------------------------------------------------------
 
@@ -68,30 +75,17 @@ class StageSupervisor:
 
         Raises what the first failing replica reported; the caller then calls `stop`.
         """
-        self._first_failure = asyncio.get_running_loop().create_future()
         self._units = self._make_units()
         for unit in self._units:
             unit.start()
         self._watchdog = asyncio.create_task(self._watch(), name="watchdog")
-        ready = asyncio.create_task(self._all_ready())
-        done, _ = await asyncio.wait(
-            {ready, self._first_failure},
-            timeout=2 * max(stage.init_timeout_s for stage in self._config.stages),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        ready.cancel()
-        if self._first_failure in done:
-            self._first_failure.result()
-        if ready not in done:
-            raise StageLostError("the stages did not become ready in time")
-        self._starting = False
+        await self._start.wait(2 * max(stage.init_timeout_s for stage in self._config.stages))
 
     async def stop(self) -> None:
-        """End every replica, by force if need be. Idempotent."""
-        if self._stopping:
-            return
+        """End every replica, by force if need be. Call it once; a start that waits fails."""
         self._stopping = True
-        for timer in self._restarts:
+        self._start.fail(UnavailableError("the engine was shut down before it was ready"))
+        for timer in self._restarts.values():
             timer.cancel()
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -109,7 +103,8 @@ class StageSupervisor:
             await self._switchboard.close()
 
     def drain(self) -> None:
-        """Tell every replica to finish what it holds and to take nothing new."""
+        """Let every replica finish what it holds and end. None comes back after that."""
+        self._draining = True
         for pool in self.pools:
             for replica in pool.replicas:
                 if replica.state is ReplicaState.READY:
@@ -146,10 +141,8 @@ class StageSupervisor:
         assert self._switchboard is not None
         return ProcessUnit(group, self._switchboard, self, self._config.log_level)
 
-    async def _all_ready(self) -> None:
-        while not all(r.state is ReplicaState.READY for pool in self.pools for r in pool.replicas):
-            self._change.clear()
-            await self._change.wait()
+    def _is_ready(self) -> bool:
+        return all(r.state is ReplicaState.READY for pool in self.pools for r in pool.replicas)
 
     # what units report ------------------------------------------------------------------------
 
@@ -177,25 +170,40 @@ class StageSupervisor:
         """A unit died. Its requests fail now; it comes back after a backoff, if it may."""
         if self._stopping:
             return
-        backoff_s = unit.restarts.next_backoff_s() if unit.can_restart else None
-        state = ReplicaState.DOWN if backoff_s is None else ReplicaState.RESTARTING
+        if self._draining:
+            self._lose(unit, ReplicaState.STOPPED, reason)
+            return
         logger.error("%s", reason)
+        backoff_s = unit.restarts.next_backoff_s() if unit.can_restart else None
+        if backoff_s is None or not self._start.open:
+            self._lose(unit, ReplicaState.DOWN, reason)
+            self._start.fail(reason)
+            return
+        self._lose(unit, ReplicaState.RESTARTING, reason)
+        timer = asyncio.get_running_loop().call_later(backoff_s, self._restart, unit)
+        self._restarts[self._units.index(unit)] = timer
+
+    def _restart(self, unit: Unit) -> None:
+        del self._restarts[self._units.index(unit)]
+        for replica in unit.replicas:
+            self._metrics.replica_restarted(replica.stage.name, replica.replica_id)
+            self._set_state(replica, ReplicaState.STARTING, "restarting")
+        try:
+            unit.start()
+        except OSError as error:  # No memory or descriptors for a process, just now.
+            self.unit_ended(unit, StageLostError(f"a stage's process cannot start: {error}"))
+
+    def _give_up(self, unit: Unit, reason: OmniError) -> None:
+        """Lose its requests now: the system may take long to end a process that is stuck."""
+        if unit.can_restart:
+            self._lose(unit, ReplicaState.RESTARTING, reason)
+        unit.kill(reason)
+
+    def _lose(self, unit: Unit, state: ReplicaState, reason: OmniError) -> None:
         for replica in unit.replicas:
             replica.heard(None)
             self._set_state(replica, state, str(reason))
             self._listener.replica_lost(replica, reason)
-        if self._starting:
-            self._fail_start(reason)
-        elif backoff_s is not None:
-            loop = asyncio.get_running_loop()
-            self._restarts.add(loop.call_later(backoff_s, self._restart, unit))
-
-    def _restart(self, unit: Unit) -> None:
-        self._restarts = {timer for timer in self._restarts if not timer.cancelled()}
-        for replica in unit.replicas:
-            self._metrics.replica_restarted(replica.stage.name, replica.replica_id)
-            self._set_state(replica, ReplicaState.STARTING, "restarting")
-        unit.start()
 
     def _became_ready(self, message: Ready) -> None:
         replica = self._replica(message.stage_id, message.replica_id)
@@ -210,16 +218,12 @@ class StageSupervisor:
         error = from_record(message.error)
         if isinstance(error, InternalError) and error.detail:
             logger.error("stage %d failed: %s", message.stage_id, error.detail)
-        if self._starting:
-            self._fail_start(error)
+        if not self._start.open:
+            self._start.fail(error)
         if not isinstance(error, StageLostError):
             name = self.pools[message.stage_id].stage.name
             error = StageLostError(f"stage {name!r} broke; please retry", detail=error.detail)
-        unit.kill(error)
-
-    def _fail_start(self, error: OmniError) -> None:
-        if self._first_failure is not None and not self._first_failure.done():
-            self._first_failure.set_exception(error)
+        self._give_up(unit, error)
 
     def _loads(self, replica: ReplicaHandle, note: str) -> None:
         if note != replica.note:
@@ -231,7 +235,7 @@ class StageSupervisor:
         self._metrics.replica_up(
             replica.stage.name, replica.replica_id, state is ReplicaState.READY
         )
-        self._change.set()
+        self._start.changed()
 
     def _replica(self, stage_id: int, replica_id: int) -> ReplicaHandle:
         return self.pools[stage_id].replicas[replica_id]
@@ -245,7 +249,10 @@ class StageSupervisor:
         while True:
             await asyncio.sleep(tick_s)
             for unit in self._units:
-                self._check(unit)
+                try:
+                    self._check(unit)
+                except Exception:
+                    logger.exception("the watchdog failed on one of the stages")
 
     def _check(self, unit: Unit) -> None:
         unit.poll()
@@ -255,5 +262,5 @@ class StageSupervisor:
             overdue = replica.overdue()
             if overdue is not None:
                 name = replica.stage.name
-                unit.kill(StageLostError(f"stage {name!r} hung: {overdue}; please retry"))
+                self._give_up(unit, StageLostError(f"stage {name!r} hung: {overdue}; please retry"))
                 return

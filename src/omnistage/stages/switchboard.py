@@ -68,6 +68,8 @@ class Switchboard:
         if line.routing_id is None:
             raise StageLostError("this replica's process has not connected yet; please retry")
         parts = [line.routing_id, *encode(message, frames)]
+        if self._socket.closed:
+            raise StageLostError("the engine has ended")
         large = sum(map(len, parts)) >= _ZERO_COPY_BYTES
         sent = self._socket.send_multipart(parts, copy=not large)
         if sent.done() and sent.exception() is not None:
@@ -98,7 +100,16 @@ class Switchboard:
         if line is None:
             line = self._admit(routing_id, message)
         if line is not None:
+            self._hand_over(line, message, frames)
+
+    @staticmethod
+    def _hand_over(line: Line, message: Message, frames: list[memoryview]) -> None:
+        """A message that its receiver chokes on costs its sender, and nobody else."""
+        try:
             line.on_message(message, frames)
+        except Exception as error:
+            logger.exception("a %s could not be handled", type(message).__name__)
+            line.on_malformed(ProtocolError(f"{type(message).__name__}: {error}"))
 
     def _admit(self, routing_id: bytes, message: Message) -> Line | None:
         if not isinstance(message, Hello):

@@ -7,6 +7,7 @@ lives in the engine's own process and cannot be killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 
 from omnistage.config.resolved import RestartPolicy
 from omnistage.contracts.errors import OmniError, ProtocolError, StageLostError
-from omnistage.contracts.messages import Message, Shutdown, StartFailed, Stopped
+from omnistage.contracts.messages import Heartbeat, Message, Shutdown, StartFailed, Stopped
+from omnistage.observability.logging import get_logger
 from omnistage.stages.host import ReplicaHost
 from omnistage.stages.launch import (
     ProcessLaunch,
@@ -24,11 +26,14 @@ from omnistage.stages.launch import (
     describe_exit,
     start_child,
 )
-from omnistage.stages.pool import ReplicaHandle
+from omnistage.stages.pool import ReplicaHandle, ReplicaState
 from omnistage.stages.switchboard import Line, Switchboard
 from omnistage.transport.sockets import new_token
 
+logger = get_logger(__name__)
+
 REPLICA_MODULE = "omnistage.stages.replica_process"
+_MOST_DOUBLINGS = 60
 
 
 class UnitOwner(Protocol):
@@ -52,7 +57,7 @@ class Unit(Protocol):
         """Refresh the replicas' statuses where nobody sends them."""
 
     def kill(self, reason: OmniError) -> None:
-        """End it now; `unit_ended` follows."""
+        """End it now and listen to it no more; `unit_ended` follows."""
 
     async def stop(self, timeout_s: float) -> None:
         """End it in order, then by force. Idempotent; no `unit_ended` follows."""
@@ -73,7 +78,7 @@ class RestartHistory:
             self._deaths.popleft()
         if len(self._deaths) > self._policy.max_restarts:
             return None
-        backoff_s: float = self._policy.backoff_s * 2 ** (len(self._deaths) - 1)
+        backoff_s = self._policy.backoff_s * 2.0 ** min(len(self._deaths) - 1, _MOST_DOUBLINGS)
         return min(backoff_s, self._policy.max_backoff_s)
 
 
@@ -121,7 +126,7 @@ class ProcessUnit:
             replica.status_at = time.monotonic()
 
         def exited(code: int) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits for this.
                 loop.call_soon_threadsafe(self._on_exit, code)
 
         self._process = start_child(REPLICA_MODULE, launch, exited)
@@ -137,19 +142,22 @@ class ProcessUnit:
 
     def kill(self, reason: OmniError) -> None:
         self._reason = self._reason or reason
+        if self._line is not None:
+            self._switchboard.forget(self._line)
         if self._process is not None:
             self._process.kill()
 
     async def stop(self, timeout_s: float) -> None:
+        """A process that is still loading is killed at once: it holds nothing to be kept."""
         self._stopping = True
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None or self._ended.is_set():
             return
-        if self._line is not None and self._line.routing_id is not None:
+        if all(replica.state is ReplicaState.READY for replica in self.replicas):
             try:
                 self.send(Shutdown())
                 await asyncio.wait_for(self._ended.wait(), timeout_s)
-            except (StageLostError, TimeoutError):
-                pass
+            except (StageLostError, TimeoutError) as error:
+                logger.warning("a replica process is killed, it did not stop: %r", error)
         self._process.kill()
         await asyncio.wait_for(self._ended.wait(), timeout_s)
 
@@ -179,13 +187,15 @@ class InlineUnit:
         self._log_level = log_level
         self._host: ReplicaHost | None = None
         self._alive = len(replicas)
+        self._given_up = False
+        self._stopping = False
         self._ended = asyncio.Event()
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
 
         def send(message: Message, frames: Sequence[Any] = ()) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits for this.
                 loop.call_soon_threadsafe(self._on_message, message, frames)
 
         launches = [
@@ -201,27 +211,40 @@ class InlineUnit:
         self._host.deliver(message, frames)
 
     def poll(self) -> None:
-        if self._host is not None:
-            by_stage = {status.stage_id: status for status in self._host.statuses()}
-            for replica in self.replicas:
-                replica.heard(by_stage[replica.stage.stage_id])
+        if self._host is not None and not self._given_up:
+            self._owner.unit_message(self, Heartbeat(statuses=self._host.statuses()), ())
 
     def kill(self, reason: OmniError) -> None:
         """A thread cannot be killed: it is told to stop, and the unit is lost for good."""
-        self.send(Shutdown())
-        self._owner.unit_ended(self, reason)
+        if not self._given_up:
+            self._given_up = True
+            self.send(Shutdown())
+            self._owner.unit_ended(self, reason)
 
     async def stop(self, timeout_s: float) -> None:
-        if self._host is not None:
-            self.send(Shutdown())
+        self._stopping = True
+        if self._host is None:
+            return
+        self.send(Shutdown())
+        try:
             await asyncio.wait_for(self._ended.wait(), timeout_s)
+        except TimeoutError:
+            names = ", ".join(repr(replica.stage.name) for replica in self.replicas)
+            raise StageLostError(
+                f"a thread of stage {names} did not end within {timeout_s:g} s; it ends with this "
+                "process"
+            ) from None
 
     def _on_message(self, message: Message, frames: Sequence[Any]) -> None:
         if isinstance(message, Stopped | StartFailed):
             self._alive -= 1
+        if not self._given_up:
+            self._owner.unit_message(self, message, frames)
         if self._alive == 0:
             self._ended.set()
-        self._owner.unit_message(self, message, frames)
+            if not (self._given_up or self._stopping):
+                self._given_up = True
+                self._owner.unit_ended(self, StageLostError("this stage has ended"))
 
 
 def _no_ranks(*_: Any) -> None:

@@ -1,0 +1,105 @@
+"""Running one command on all ranks of a replica, from the leader's executing thread."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+from omnistage.contracts.errors import (
+    InternalError,
+    InvalidRequestError,
+    OmniError,
+    StageLostError,
+    as_omni_error,
+)
+from omnistage.contracts.identity import RequestIdentity, RequestKey
+from omnistage.contracts.messages import Progress
+from omnistage.contracts.payloads import StageData
+from omnistage.contracts.runtime import Command, Executor
+from omnistage.observability.logging import get_logger
+from omnistage.stages.emitter import MessageSink
+from omnistage.stages.operations import OperationClock
+from omnistage.stages.ranks import RankGroup
+
+logger = get_logger(__name__)
+
+
+class LeaderContext:
+    """`ExecutionContext` of rank 0: its checkpoints decide for all ranks."""
+
+    rank = 0
+
+    def __init__(
+        self,
+        world_size: int,
+        ranks: RankGroup,
+        clock: OperationClock,
+        is_cancelled: Callable[[RequestKey], bool],
+        post: MessageSink,
+    ) -> None:
+        self.world_size = world_size
+        self._ranks = ranks
+        self._clock = clock
+        self._is_cancelled = is_cancelled
+        self._post = post
+        self._identities: tuple[RequestIdentity, ...] = ()
+        self._checkpoint = 0
+
+    def start(self, command: Command) -> None:
+        self._identities, self._checkpoint = command.identities, 0
+        self._clock.begin(command.kind)
+
+    def checkpoint(self) -> frozenset[RequestKey]:
+        """See `ExecutionContext`. Raises the error of a rank that has failed meanwhile."""
+        self._clock.touch()
+        self._ranks.raise_early_error()
+        cancelled = [i for i in self._identities if self._is_cancelled(i.key)]
+        self._ranks.verdict(self._checkpoint, cancelled)
+        self._checkpoint += 1
+        return frozenset(identity.key for identity in cancelled)
+
+    def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
+        self._post(Progress(identity=identity, step=step, total_steps=total_steps))
+
+    def operation(self, kind: str) -> None:
+        self._clock.begin(kind)
+
+
+class CommandRunner:
+    def __init__(
+        self, executor: Executor, ranks: RankGroup, clock: OperationClock, context: LeaderContext
+    ) -> None:
+        self._executor = executor
+        self._ranks = ranks
+        self._clock = clock
+        self._context = context
+
+    def run(self, command: Command) -> list[StageData] | OmniError:
+        """The results by rank, or the first error of any rank, which stands for all.
+
+        Raises `StageLostError` when the replica is unusable: a rank is gone, or the executor says
+        so of its device.
+        """
+        self._context.start(command)
+        try:
+            self._ranks.broadcast(command)
+        except InvalidRequestError as error:
+            return error
+        own = self._execute_here(command)
+        outcomes = [own, *self._ranks.gather(self._clock.limit_s(command.kind))]
+        for outcome in outcomes:
+            if isinstance(outcome, OmniError):
+                return outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, StageData)]
+
+    def _execute_here(self, command: Command) -> StageData | OmniError:
+        try:
+            return self._executor.execute(command, self._context)
+        except StageLostError:
+            raise
+        except Exception as error:
+            failure = as_omni_error(error, detail=traceback.format_exc())
+            if isinstance(failure, InternalError):
+                logger.error("command %r failed: %s", command.name, failure.detail)
+            self._ranks.abandon()
+            return failure
