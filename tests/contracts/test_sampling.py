@@ -76,3 +76,11 @@ def test_merging_nothing_changes_nothing(params: OmniTokenSamplingParams) -> Non
 def test_tensor_fields_exist() -> None:
     names = {field.name for field in msgspec.structs.fields(OmniDiffusionSamplingParams)}
     assert set(OmniDiffusionSamplingParams.TENSOR_FIELDS) <= names
+
+
+def test_steps_of_the_caller_win_over_a_quality() -> None:
+    given = OmniDiffusionSamplingParams(quality="high", num_inference_steps=3)
+    assert merge_defaults(given, {}).quality is None
+    assert merge_defaults(given, {"num_inference_steps": 8}).num_inference_steps == 3
+    open_ = OmniDiffusionSamplingParams(quality="high")
+    assert merge_defaults(open_, {"num_inference_steps": 8}).quality == "high"

@@ -143,3 +143,21 @@ class TestDeploymentDefaults:
         image = np.zeros((32, 32, 3), np.uint8)
         result = ours.run(diffusion_request(images=(image,), seed=SEED))
         assert result.tensors["images"].shape == (1, 32, 32, 3)
+
+
+@pytest.fixture(scope="module")
+def four_steps():
+    defaults = {"height": 32, "width": 48, "num_inference_steps": 4}
+    return Driver(checkpoint("sd3"), default_sampling_params=defaults)
+
+
+@pytest.mark.parametrize(("quality", "steps"), [("low", 2), ("medium", 4), ("hd", 8)])
+def test_quality_scales_the_default_number_of_steps(quality, steps, four_steps):
+    result = four_steps.run(diffusion_request(seed=SEED, quality=quality))
+    assert result.fields["num_inference_steps"] == steps
+
+
+def test_an_unknown_quality_is_refused(four_steps):
+    with pytest.raises(InvalidRequestError) as caught:
+        four_steps.run(diffusion_request(seed=SEED, quality="best"))
+    assert caught.value.param == "quality"

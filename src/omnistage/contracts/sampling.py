@@ -22,6 +22,7 @@ class OmniDiffusionSamplingParams(
     `timesteps` lists of floats; sizes are pixels, `fps` frames a second. `seed` makes a CPU
     `torch.Generator` per request; output i of `num_outputs_per_prompt` draws from the same
     generator after output i-1, as `diffusers` does for one generator.
+    `quality` scales the default number of steps (`QUALITY_STEPS`) where none is given.
     `extra_args` are passed to the pipeline's call unchanged and checked against its signature.
     """
 
@@ -67,6 +68,17 @@ class OmniDiffusionSamplingParams(
     TENSOR_FIELDS = ("latents", "audio_latents", "image_latent")
 
 
+QUALITY_STEPS = {
+    "auto": 1.0,
+    "standard": 1.0,
+    "medium": 1.0,
+    "low": 0.5,
+    "high": 2.0,
+    "hd": 2.0,
+}
+"""What OpenAI's `quality` means here: a factor on the model's default number of steps."""
+
+
 class OmniTokenSamplingParams(
     msgspec.Struct, kw_only=True, tag="token", omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -102,13 +114,16 @@ SamplingParams = OmniDiffusionSamplingParams | OmniTokenSamplingParams | Generic
 
 
 def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> SamplingParams:
-    """Fill what the caller left open from `defaults`; the caller's own values always win.
+    """Fill what the caller left open from `defaults`; the caller's own values always win, a number
+    of steps also over a `quality`.
 
     Raises `InvalidRequestError` when a default names no field.
     """
-    if not defaults:
-        return params
     changes: dict[str, Any] = {}
+    if isinstance(params, OmniDiffusionSamplingParams) and params.num_inference_steps is not None:
+        changes["quality"] = None
+    if not defaults:
+        return msgspec.structs.replace(params, **changes) if changes else params
     unset = {f.name: f.default for f in msgspec.structs.fields(params)}
     for name, value in defaults.items():
         if name == "extra_args":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
-from omnistage.contracts.sampling import OmniDiffusionSamplingParams
+from omnistage.contracts.sampling import QUALITY_STEPS, OmniDiffusionSamplingParams
 from omnistage.diffusion.inputs import DiffusionInputs
 from omnistage.diffusion.options import DiffusionOptions
 from omnistage.diffusion.signature import OWNED_BY_RUNTIME, CallSignature, signature_of
@@ -38,7 +38,7 @@ RUNTIME_PARAMETERS = frozenset(
         "extra_args",
     }
 )
-"""Parameters that the runtime itself acts on (`quality` is for whoever renders the picture)."""
+"""Parameters that the runtime itself acts on."""
 
 
 def call_arguments(
@@ -64,6 +64,7 @@ def call_arguments(
         if name not in signature:
             raise signature.refuse(name)
         arguments[name] = value
+    _apply_quality(arguments, inputs.params.quality, signature)
     _add_extra(arguments, inputs.params.extra_args, defaults.get("extra_args", {}), signature)
     _add_texts(arguments, inputs, signature)
     _check_guidance(pipeline, arguments, inputs, defaults, signature)
@@ -93,6 +94,24 @@ def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions)
             "this server allows",
             param="height" if params.height else "width",
         )
+
+
+def _apply_quality(
+    arguments: dict[str, Any], quality: str | None, signature: CallSignature
+) -> None:
+    """Scale the default number of steps; a caller's own number has already cleared `quality`."""
+    if quality is None:
+        return
+    if quality not in QUALITY_STEPS:
+        raise InvalidRequestError(
+            f"quality must be one of {', '.join(QUALITY_STEPS)}, got {quality!r}", param="quality"
+        )
+    steps = arguments.get("num_inference_steps", signature.default("num_inference_steps"))
+    if QUALITY_STEPS[quality] == 1.0:
+        return
+    if not isinstance(steps, int):
+        raise signature.refuse("quality")
+    arguments["num_inference_steps"] = max(1, round(steps * QUALITY_STEPS[quality]))
 
 
 def _set_parameters(params: OmniDiffusionSamplingParams) -> dict[str, Any]:
