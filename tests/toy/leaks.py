@@ -79,7 +79,7 @@ async def assert_idle(engine: AsyncOmni) -> None:
     give_up = time.monotonic() + PATIENCE_S
     while True:
         held = {"requests": engine.num_requests}
-        held["engine payloads"] = engine._running().outstanding_payloads()
+        held["engine payloads"] = engine._running().entry.outstanding()
         for i, report in enumerate(await engine.collective_rpc("held_resources")):
             held |= {f"replica {i}: {name}": count for name, count in report.items()}
         for i, count in enumerate(await engine.collective_rpc("executor_holds")):

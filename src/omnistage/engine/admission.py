@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +57,10 @@ def make_request(
     params = stage_params(config, sampling_params, sampling_params_list)
     params = _tensors_to_inputs(params, inputs)
     limit_s = timeout_s if timeout_s is not None else config.limits.request_timeout_s
+    if not 0 < limit_s < math.inf:
+        raise InvalidRequestError(
+            f"timeout_s is {limit_s}; it must be a positive number of seconds", param="timeout_s"
+        )
     if num_children < 1:
         raise InvalidRequestError(f"n is {num_children}; it must be at least 1", param="n")
     return OmniRequest(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,6 @@ from omnistage.contracts.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from omnistage.contracts.messages import Control
 from omnistage.contracts.outputs import OmniRequestOutput
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.requests import OmniRequest, PromptLike
@@ -29,6 +27,8 @@ from omnistage.engine.results import materialize
 from omnistage.engine.session import OmniSession
 from omnistage.engine.streams import OutputStream
 from omnistage.observability.metrics import EngineMetrics
+from omnistage.stages.controls import START_PROFILE, STOP_PROFILE
+from omnistage.stages.pool import ReplicaState
 
 
 class AsyncOmni:
@@ -56,6 +56,7 @@ class AsyncOmni:
         self.metrics = EngineMetrics(config.served_model_name)
         self._orchestrator: Orchestrator | None = None
         self._started = False
+        self._ending: asyncio.Task[None] | None = None
 
     # lifecycle --------------------------------------------------------------------------------
 
@@ -77,17 +78,29 @@ class AsyncOmni:
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what is running; False when some still runs after
-        `timeout_s`."""
+        `timeout_s`. Once nothing runs the stages end by themselves; `shutdown` follows."""
         if self._orchestrator is None:
             return True
-        self._orchestrator.draining = True
-        return await self._orchestrator.wait_idle(timeout_s)
+        self._orchestrator.table.draining = True
+        if not await self._orchestrator.table.wait_empty(timeout_s):
+            return False
+        self._orchestrator.supervisor.drain()
+        return True
 
     async def shutdown(self) -> None:
-        """Fail what is running and end every process. Idempotent."""
-        if self._orchestrator is not None:
-            await self._orchestrator.close()
-            await self._orchestrator.supervisor.stop()
+        """Fail what is running and end every process. May be called at any time, several times and
+        at once: every call returns when all is over."""
+        if self._orchestrator is None:
+            return
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(self._orchestrator), name="shutdown")
+        await asyncio.shield(self._ending)
+
+    async def _end(self, orchestrator: Orchestrator) -> None:
+        try:
+            await orchestrator.close()
+        finally:
+            await orchestrator.supervisor.stop()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -178,20 +191,32 @@ class AsyncOmni:
             await asyncio.wait_for(state.released.wait(), 2 * self.config.limits.abort_timeout_s)
         except TimeoutError:
             return False
-        return True
+        return not state.unconfirmed
 
     async def collective_rpc(
         self, method: str, arguments: dict[str, Any] | None = None, *, timeout_s: float = 60.0
     ) -> list[Any]:
-        """Call `method` on the executor of every ready replica, in stage and replica order."""
+        """Call `method` on the executor of every ready replica, in stage and replica order.
+
+        Raises the first error of any, `DeadlineExceededError` for an answer that does not come.
+        """
         orchestrator = self._running()
-        calls = []
-        for pool in orchestrator.supervisor.pools:
-            for replica in pool.replicas:
-                call_id = uuid.uuid4().hex
-                message = Control(call_id=call_id, method=method, arguments=arguments or {})
-                calls.append(orchestrator.control(replica, call_id, message, timeout_s))
+        replicas = [r for pool in orchestrator.supervisor.pools for r in pool.replicas]
+        calls = [
+            orchestrator.calls.call(replica, method, arguments or {}, timeout_s)
+            for replica in replicas
+            if replica.state is ReplicaState.READY
+        ]
         return await asyncio.gather(*calls)
+
+    async def start_profile(self, directory: str | Path, **bounds: Any) -> None:
+        """Record what every leader executes, in traces below `directory`, until `stop_profile` or
+        a bound: `max_steps` commands, `max_s` seconds."""
+        await self.collective_rpc(START_PROFILE, {"directory": str(directory), **bounds})
+
+    async def stop_profile(self) -> list[Path]:
+        """The traces written since `start_profile`."""
+        return [Path(name) for names in await self.collective_rpc(STOP_PROFILE) for name in names]
 
     def health(self) -> EngineHealth:
         if self._orchestrator is None:
@@ -199,21 +224,25 @@ class AsyncOmni:
         return engine_health(
             self._orchestrator.supervisor.pools,
             started=self._started,
-            draining=self._orchestrator.draining,
+            draining=self._orchestrator.table.draining,
         )
 
     @property
     def num_requests(self) -> int:
         """Requests in flight, those still being cancelled included."""
-        return self._orchestrator.num_requests if self._orchestrator else 0
+        return len(self._orchestrator.table) if self._orchestrator else 0
 
     def _admit(self, request: OmniRequest) -> RequestState:
         orchestrator = self._running()
-        window = max(stage.output_window for stage in self.config.stages) * request.num_children
+        windows = {stage.stage_id: stage.output_window for stage in self.config.stages}
         request_id = request.identity.request_id
         state = RequestState(
             request=request,
-            stream=OutputStream(window, lambda full: orchestrator.slow_client(request_id, full)),
+            stream=OutputStream(
+                windows,
+                self.config.limits.stream_buffer,
+                lambda full: orchestrator.slow_client(request_id, full),
+            ),
             children=make_children(self.config.pipeline, request),
             needed=needed_stages(self.config.pipeline, request.output_modalities),
         )

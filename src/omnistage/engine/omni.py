@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import weakref
 from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from omnistage.config.resolved import OmniConfig
-from omnistage.contracts.errors import InvalidRequestError, OmniError
+from omnistage.contracts.errors import InvalidRequestError, OmniError, UnavailableError
 from omnistage.contracts.identity import new_request_id
 from omnistage.contracts.outputs import OmniRequestOutput
 from omnistage.contracts.requests import PromptLike
@@ -20,6 +23,7 @@ from omnistage.engine.progress import ProgressReport
 from omnistage.engine.results import ResultCollector
 
 T = TypeVar("T")
+_LAST_WORDS_S = 2.0
 
 
 class Omni:
@@ -41,8 +45,12 @@ class Omni:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="omnistage-engine", daemon=True
         )
-        self._closed = False
+        self._closed = threading.Lock()
+        """Held for good by whoever closes first."""
+        self._places = asyncio.Semaphore(self.config.limits.max_inflight_requests)
         self._thread.start()
+        self._at_exit = partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
         try:
             self._run(self._engine.start())
         except BaseException:
@@ -83,23 +91,37 @@ class Omni:
                 except StopAsyncIteration:
                     return
         finally:
-            self._run(events.aclose())  # type: ignore[attr-defined]
+            if not self._closed.locked():
+                self._run(events.aclose())  # type: ignore[attr-defined]
 
     def abort(self, request_id: str) -> bool:
         """Cancel a request; True when nothing is left of it."""
         return self._run(self._engine.abort(request_id))
 
     def close(self) -> None:
-        """End everything. Idempotent."""
-        if self._closed:
+        """End everything; calls that run in other threads end with an error. Idempotent."""
+        if not self._closed.acquire(blocking=False):
+            self._thread.join(2 * self.config.limits.shutdown_timeout_s)
             return
-        self._closed = True
+        atexit.unregister(self._at_exit)
         try:
-            self._run(self._engine.shutdown())
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(self.config.limits.shutdown_timeout_s)
-            self._loop.close()
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    async def _end(self) -> None:
+        """Whatever still runs on the loop sees the shutdown and ends, or is cancelled."""
+        await self._engine.shutdown()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, stuck = await asyncio.wait(others, timeout=_LAST_WORDS_S)
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
     def __enter__(self) -> Self:
         return self
@@ -120,10 +142,8 @@ class Omni:
         use_tqdm: bool,
     ) -> list[OmniRequestOutput]:
         with ProgressReport(len(prompts), enabled=use_tqdm) as report:
-            # Never more at once than the engine admits: the rest waits here.
-            places = asyncio.Semaphore(self.config.limits.max_inflight_requests)
             tasks = [
-                self._generate_one(prompt, one, by_stage, report, places)
+                self._generate_one(prompt, one, by_stage, report)
                 for prompt, one in zip(prompts, params, strict=True)
             ]
             return await asyncio.gather(*tasks)
@@ -134,17 +154,21 @@ class Omni:
         params: SamplingParams | None,
         by_stage: Sequence[SamplingParams] | None,
         report: ProgressReport,
-        places: asyncio.Semaphore,
     ) -> OmniRequestOutput:
+        """Never more at once than the engine admits: the rest waits for a place."""
         request_id = new_request_id()
         collector = ResultCollector(request_id, prompt)
         try:
-            async with places:
-                async for event in self._engine.generate(
-                    prompt, params, request_id, sampling_params_list=by_stage
-                ):
-                    report.update(event)
-                    collector.add(event)
+            async with self._places:
+                try:
+                    async for event in self._engine.generate(
+                        prompt, params, request_id, sampling_params_list=by_stage
+                    ):
+                        report.update(event)
+                        collector.add(event)
+                except OmniError:
+                    await self._engine.abort(request_id)  # Its place is free when it is released.
+                    raise
         except OmniError as error:
             return collector.fail(error)
         finally:
@@ -153,12 +177,25 @@ class Omni:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; Ctrl-C cancels it."""
+        if self._closed.locked():
+            work.close()
+            raise UnavailableError("this Omni is closed; make a new one")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise InvalidRequestError("Omni was called from its own event loop; use AsyncOmni")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+
+def _close_if_alive(omni: weakref.ref[Omni]) -> None:
+    """At the interpreter's exit: threads and processes of an engine that nobody closed."""
+    alive = omni()
+    if alive is not None:
+        alive.close()
 
 
 def _one_each(

@@ -11,6 +11,7 @@ from typing import Any
 from omnistage.contracts.errors import OmniError
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.messages import Output
+from omnistage.contracts.outputs import FinishReason
 from omnistage.contracts.payloads import PayloadRef, StageData
 from omnistage.contracts.requests import OmniRequest
 from omnistage.engine.streams import OutputStream
@@ -38,6 +39,16 @@ class Delivery:
 
 
 @dataclass(slots=True, kw_only=True)
+class UnpaidOutput:
+    """An output that `takers` have not taken yet."""
+
+    takers: int
+    tx_s: float
+    routed_at: float
+    """When it was passed on, in monotonic seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
 class StageVisit:
     """One child at one stage."""
 
@@ -46,11 +57,11 @@ class StageVisit:
     """Input sources that have not sent their last payload."""
     next_output: int = 0
     output_final: bool = False
-    unpaid: dict[int, int] = field(default_factory=dict)
-    """Output sequence → consumers that have not taken it; 0 is dropped and acknowledged."""
+    unpaid: dict[int, UnpaidOutput] = field(default_factory=dict)
+    """By output sequence."""
     started_at: float = field(default_factory=time.monotonic)
-    joined: list[tuple[Child, int]] = field(default_factory=list)
-    """The (child, output sequence) pairs that this visit's joined input was made of."""
+    joined: dict[int, list[tuple[Child, int]]] = field(default_factory=dict)
+    """Source stage → the (child, output sequence) pairs that its joined input was made of."""
 
     @property
     def is_paid(self) -> bool:
@@ -67,7 +78,8 @@ class Child:
     group: int = 0
     visits: dict[int, StageVisit] = field(default_factory=dict)
     waiting: list[Delivery] = field(default_factory=list)
-    next_input: int = 0
+    entry_handles: dict[tuple[int, int], str] = field(default_factory=dict)
+    """(entry stage, input sequence) → what the engine holds in shared memory for it."""
 
     @property
     def key(self) -> RequestKey:
@@ -84,16 +96,23 @@ class RequestState:
     created_at: float = field(default_factory=time.monotonic)
     phase: Phase = Phase.ACTIVE
     error: OmniError | None = None
+    finish_reason: FinishReason = FinishReason.STOP
+    """The newest that a final output brought."""
     stage_durations: dict[str, float] = field(default_factory=dict)
     pending_aborts: set[tuple[RequestKey, int]] = field(default_factory=set)
     """(child, stage) that were told to stop and have not answered."""
-    joins: dict[tuple[int, int], dict[str, tuple[Child, Output, tuple[Any, ...]]]] = field(
+    joins: dict[tuple[int, int, int], dict[str, tuple[Child, Output, tuple[Any, ...]]]] = field(
         default_factory=dict
     )
-    """(stage, group) → role → (child, output, frames), held until all roles are here."""
+    """(stage, source, group) → role → (child, output, frames), held until all roles are here."""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     slow_timer: asyncio.TimerHandle | None = None
     released: asyncio.Event = field(default_factory=asyncio.Event)
+    unconfirmed: bool = False
+    """It was released although some stage never confirmed its abort."""
+    next_input: int = 0
+    unread_inputs: dict[int, int] = field(default_factory=dict)
+    """Input sequence → how many stages of how many children have not copied it in."""
     input_credits: asyncio.Semaphore | None = None
 
     @property
@@ -116,6 +135,11 @@ class RequestState:
         if child.identity.role == "main" and not self.needed <= child.visits.keys():
             return False
         return bool(child.visits) and all(v.output_final for v in child.visits.values())
+
+    def return_input_credit(self) -> None:
+        """Whoever waits to append may go on, or learn that the request is over."""
+        if self.input_credits is not None:
+            self.input_credits.release()
 
     def cancel_timers(self) -> None:
         for timer in self.timers:

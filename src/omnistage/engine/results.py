@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from omnistage.contracts.errors import OmniError
+from omnistage.contracts.errors import OmniError, RequestCancelledError
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.outputs import FinishReason, OmniRequestOutput
 from omnistage.contracts.tensors import HostTensor
@@ -57,7 +57,8 @@ class ResultCollector:
 
     def fail(self, error: OmniError) -> OmniRequestOutput:
         self._result.error = error
-        self._result.finish_reason = FinishReason.ERROR
+        cancelled = isinstance(error, RequestCancelledError)
+        self._result.finish_reason = FinishReason.ABORT if cancelled else FinishReason.ERROR
         return self._result
 
     def result(self) -> OmniRequestOutput:

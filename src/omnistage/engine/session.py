@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from omnistage.config.resolved import OmniConfig
-from omnistage.contracts.errors import DeadlineExceededError, InvalidRequestError
+from omnistage.contracts.errors import DeadlineExceededError, InvalidRequestError, OmniError
 from omnistage.contracts.outputs import OmniRequestOutput
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.requests import PromptLike
@@ -25,6 +25,7 @@ class OmniSession:
         self._state = state
         self._timeout_s = config.limits.request_timeout_s
         self._ended = False
+        self._epoch = 0
         state.input_credits = asyncio.Semaphore(config.stages[0].output_window)
 
     @property
@@ -45,15 +46,21 @@ class OmniSession:
             raise DeadlineExceededError(
                 f"the entry stage took no input for {self._timeout_s:g} s"
             ) from None
-        self._check_open()
-        piece = data if isinstance(data, StageData) else prompt_data(data)
+        try:
+            self._check_open()
+            piece = data if isinstance(data, StageData) else prompt_data(data)
+        except OmniError:
+            self._state.return_input_credit()  # The next one that waits must learn it too.
+            raise
+        self._epoch = max(self._epoch, epoch)
         self._orchestrator.append_input(self._state, piece, epoch)
 
-    def end_input(self, *, epoch: int = 0) -> None:
-        """No further input follows. Idempotent."""
+    def end_input(self, *, epoch: int | None = None) -> None:
+        """No further input follows; `epoch` None is the newest one. Idempotent."""
         if not self._ended:
             self._ended = True
-            self._orchestrator.end_input(self._state, epoch)
+            self._orchestrator.end_input(self._state, self._epoch if epoch is None else epoch)
+            self._state.return_input_credit()
 
     def abort(self) -> None:
         self._orchestrator.abort(self.request_id)

@@ -1,34 +1,49 @@
 """The stream of one request: the orchestrator puts, the caller takes; bounded, never blocking.
 
 Partial outputs are bounded by the stages' credits, which come back only when the caller takes
-them. Progress is coalesced: only the newest of a stage waits.
+them. Progress is coalesced: only the newest of each child at each stage waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from omnistage.contracts.errors import OmniError
 from omnistage.contracts.outputs import OmniRequestOutput
 
+Source = tuple[int | None, int]
+"""(stage, child)."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Item:
     output: OmniRequestOutput
     on_taken: Callable[[], None] | None = None
 
+    @property
+    def source(self) -> Source:
+        return (self.output.stage_id, self.output.child_index)
+
 
 class OutputStream:
-    """`put` and `fail` until one terminal event; `get` until it has been taken."""
+    """`put` and `fail` until one terminal event; `get` until it has been taken.
 
-    def __init__(self, window: int, on_full: Callable[[bool], None]) -> None:
+    The stream is full while some child's credits at some stage (`windows`, by stage) are all
+    unread here, or `buffer` partial outputs in all: the caller is what this request waits for.
+    """
+
+    def __init__(
+        self, windows: Mapping[int, int], buffer: int, on_full: Callable[[bool], None]
+    ) -> None:
         self._items: deque[_Item] = deque()
-        self._window = window
+        self._windows = windows
+        self._buffer = buffer
         self._on_full = on_full
-        self._unread_partials = 0
+        self._unread: Counter[Source] = Counter()
+        self._progress: dict[Source, _Item] = {}
         self._full = False
         self._error: OmniError | None = None
         self._finished = False
@@ -38,20 +53,30 @@ class OutputStream:
     def finished(self) -> bool:
         return self._finished
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def put(self, output: OmniRequestOutput, on_taken: Callable[[], None] | None = None) -> None:
         """Add an event; `on_taken` is called when the caller has taken it."""
         assert not self._finished, "an event after the terminal one"
+        item = _Item(output, on_taken)
         if output.progress is not None:
-            self._drop_older_progress(output)
-        self._items.append(_Item(output, on_taken))
+            older = self._progress.pop(item.source, None)
+            if older is not None:
+                self._items.remove(older)
+            self._progress[item.source] = item
+        self._items.append(item)
         self._finished = output.finished
-        self._count(+1 if on_taken is not None else 0)
+        if on_taken is not None:
+            self._unread[item.source] += 1
+            self._tell_full()
         self._arrived.set()
 
     def fail(self, error: OmniError) -> None:
         """The terminal event of a request that failed or was cancelled; unread events are gone."""
         assert not self._finished, "a failure after the terminal event"
         self._items.clear()
+        self._progress.clear()
         self._error = error
         self._finished = True
         self._arrived.set()
@@ -64,20 +89,20 @@ class OutputStream:
             self._arrived.clear()
             await self._arrived.wait()
         item = self._items.popleft()
+        if self._progress.get(item.source) is item:
+            del self._progress[item.source]
         if item.on_taken is not None:
             item.on_taken()
-            self._count(-1)
+            self._unread[item.source] -= 1
+            self._tell_full()
         return item.output
 
-    def _drop_older_progress(self, output: OmniRequestOutput) -> None:
-        if self._items and self._items[-1].output.progress is not None:
-            last = self._items[-1].output
-            if (last.stage_id, last.child_index) == (output.stage_id, output.child_index):
-                self._items.pop()
-
-    def _count(self, change: int) -> None:
-        self._unread_partials += change
-        full = self._unread_partials >= self._window
+    def _tell_full(self) -> None:
+        full = self._unread.total() >= self._buffer or any(
+            count >= self._windows[stage_id]
+            for (stage_id, _), count in self._unread.items()
+            if stage_id is not None
+        )
         if full != self._full:
             self._full = full
             self._on_full(full)
