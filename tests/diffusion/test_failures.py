@@ -75,6 +75,15 @@ def test_out_of_memory_fails_the_request_only(place, error, qwen, breaking):
     assert "GiB" not in emission.error.message
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_schedule_that_does_not_exist_is_the_callers(qwen):
+    """Qwen-Image's schedule for one step is NaN, in diffusers too."""
+    emission = qwen.emission(request_of(CALL | {"num_inference_steps": 1}, SEED, None))
+    assert isinstance(emission.error, InvalidRequestError)
+    assert emission.error.param == "num_inference_steps"
+    assert "no schedule of 1 step(s); ask for more" in emission.error.message
+
+
 def test_a_fault_inside_the_model_is_internal_and_tells_only_the_log(qwen, breaking):
     breaking(qwen.pipeline.transformer, 2, KeyError("/secret/path"))
     emission = qwen.emission(request_of(CALL, SEED, None))

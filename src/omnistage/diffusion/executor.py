@@ -19,7 +19,7 @@ from omnistage.contracts.runtime import Command, ExecutionContext, LoadReporter
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 from omnistage.diffusion.arguments import RUNTIME_PARAMETERS, call_arguments
 from omnistage.diffusion.components import find_parts
-from omnistage.diffusion.failures import classify
+from omnistage.diffusion.failures import classify, invalid_numbers
 from omnistage.diffusion.inputs import DiffusionInputs, read_inputs
 from omnistage.diffusion.options import DiffusionOptions
 from omnistage.diffusion.outputs import is_finite, pictures
@@ -160,11 +160,8 @@ class DiffusionExecutor:
                 **arguments, generator=self._generator(params), output_type=output_type
             )
             images = pictures(result, output_type)
-        if not (watch.output_is_finite() and is_finite(images)):
-            raise InternalError(
-                "the model produced invalid numbers (NaN or infinity) instead of a picture; "
-                "try another dtype or a smaller guidance scale"
-            )
+            if not (watch.output_is_finite() and is_finite(images)):
+                raise invalid_numbers(pipeline)
         timings_s = watch.finish()
         return StageData(
             modality=Modality.IMAGE,

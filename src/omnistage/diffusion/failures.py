@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from omnistage.contracts.errors import (
+    InternalError,
     InvalidRequestError,
     OmniError,
     StageLostError,
     as_omni_error,
 )
+from omnistage.diffusion.components import schedulers_of
 from omnistage.diffusion.inputs import DiffusionInputs
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 _MEMORY_MARKS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
@@ -38,6 +44,25 @@ def classify(error: Exception, inputs: DiffusionInputs | None, denoiser_calls: i
         return as_omni_error(error, detail=detail)
     message, param = fault
     return InvalidRequestError(message, param=param, detail=detail)
+
+
+def invalid_numbers(pipeline: DiffusionPipeline) -> OmniError:
+    """Why there is no picture but NaN or infinity. Some schedules do not exist for few steps: one
+    that is stretched to a terminal sigma (Qwen-Image's) divides by zero for a single step."""
+    import torch
+
+    for scheduler in schedulers_of(pipeline):
+        sigmas = getattr(scheduler, "sigmas", None)
+        if isinstance(sigmas, torch.Tensor) and bool(sigmas.isnan().any()):
+            return InvalidRequestError(
+                f"num_inference_steps: the model's {type(scheduler).__name__} has no schedule of "
+                f"{len(scheduler.timesteps)} step(s); ask for more",
+                param="num_inference_steps",
+            )
+    return InternalError(
+        "the model produced invalid numbers (NaN or infinity) instead of a picture; "
+        "try another dtype or a smaller guidance scale"
+    )
 
 
 def _caller_fault(
