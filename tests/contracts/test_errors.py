@@ -88,6 +88,18 @@ def test_an_error_survives_the_way_between_processes(
     assert str(again) == record.message
 
 
+class DerivedElsewhere(InvalidRequestError):
+    def __init__(self, host: str) -> None:
+        super().__init__(f"{host} is refused")
+
+
+@pytest.mark.invariant("ERR-INV-100")
+def test_a_class_derived_elsewhere_crosses_as_its_base() -> None:
+    again = from_record(DerivedElsewhere("example.com").to_record())
+    assert type(again) is InvalidRequestError
+    assert again.message == "example.com is refused"
+
+
 @pytest.mark.invariant("ERR-INV-100")
 def test_an_error_of_an_unknown_kind_is_internal_and_tells_only_the_log() -> None:
     error = from_record(ErrorRecord(type="novel", message="secret", stage_id=1, detail="more"))

@@ -156,13 +156,15 @@ class MissingDependencyError(ConfigurationError):
 
 
 def error_classes() -> dict[str, type[OmniError]]:
-    """Every concrete class by its stable `type`."""
+    """Every concrete class of this module by its stable `type`. A class derived elsewhere crosses a
+    process boundary as the class here that it derives its `type` from."""
     found: dict[str, type[OmniError]] = {InternalError.type: InternalError}
     pending = list(OmniError.__subclasses__())
     while pending:
         cls = pending.pop()
-        found[cls.type] = cls
-        pending.extend(cls.__subclasses__())
+        if cls.__module__ == __name__:
+            found[cls.type] = cls
+            pending.extend(cls.__subclasses__())
     return found
 
 
