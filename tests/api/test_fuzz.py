@@ -121,16 +121,16 @@ def damage(source: random.Random, body: bytes) -> bytes:
     return bytes(data)
 
 
-def json_bodies(path: str) -> Iterator[bytes]:
+def json_bodies(path: str, **more: Any) -> Iterator[bytes]:
     source = random.Random(path)
     for number in range(BODIES_A_ROUTE):
-        body = json.dumps(mutate(source, SEEDS[path])).encode()
+        body = json.dumps(mutate(source, SEEDS[path] | more)).encode()
         yield damage(source, body) if number % 3 == 0 else body
 
 
-def form_bodies() -> Iterator[bytes]:
+def form_bodies(**more: str) -> Iterator[bytes]:
     source = random.Random(EDITS)
-    fields = {"prompt": "a cat", "n": "1", "size": "16x16", "seed": "1"}
+    fields = {"prompt": "a cat", "n": "1", "size": "16x16", "seed": "1"} | more
     files = [("image", ("a.png", picture_file())), ("mask", ("m.png", picture_file("RGBA")))]
     request = httpx.Request("POST", "http://test", data=fields, files=files, headers=FORM)
     whole = request.read()

@@ -94,6 +94,25 @@ def test_the_url_of_an_ipv6_listener_has_brackets() -> None:
         assert url_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
+async def test_answers_leave_at_once() -> None:
+    """Nagle's algorithm is off: else the body of an answer waits for the client's delayed ACK."""
+    with open_listener("127.0.0.1", 0) as listener:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            own = writer.get_extra_info("socket")
+            accepted.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with (
+            asyncio.timeout(GUARD_S),
+            await asyncio.start_server(on_connection, sock=listener),
+        ):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            assert await accepted == 1
+            writer.close()
+
+
 @pytest.mark.invariant("ENTRY-INV-203")
 async def test_probes_are_answered_while_the_model_loads() -> None:
     async with served("slow-start") as server:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 import psutil
 
@@ -25,14 +26,18 @@ class Ended:
 
 
 def start(
-    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    stderr: int | IO[str] = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """`omnistage ARGUMENTS` as the leader of a session, so that all its children can be found."""
     return subprocess.Popen(
         [sys.executable, "-m", "omnistage", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         start_new_session=True,
         env={**os.environ, **(env or {})},
@@ -48,7 +53,7 @@ def finish(child: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Ende
         os.killpg(child.pid, signal.SIGKILL)
         out, err = child.communicate()
         raise AssertionError(f"still running after {deadline_s} s:\n{out}\n{err}") from None
-    return Ended(child.returncode, out, err, survivors(child.pid))
+    return Ended(child.returncode, out, err or "", survivors(child.pid))
 
 
 def run(arguments: Sequence[str], **options: object) -> Ended:

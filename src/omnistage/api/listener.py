@@ -17,14 +17,15 @@ def open_listener(host: str, port: int) -> socket.socket:
     if not 0 <= port <= _LAST_PORT:
         raise ConfigurationError(f"port {port} does not exist; use --port with 0 to {_LAST_PORT}")
     try:
-        family, _, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"{host!r} and port {port} are no address to listen on; use --host and --port"
         ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol: asyncio sets TCP_NODELAY only where it is named (answers wait 40 ms else).
+    listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
