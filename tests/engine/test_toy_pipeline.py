@@ -70,7 +70,7 @@ async def test_many_requests_at_once_keep_their_own_values(engine: AsyncOmni) ->
         assert values(events) == expected(counts[i], start=1000 * i)
 
 
-@pytest.mark.invariant("TRANSPORT-INV-004")
+@pytest.mark.invariant("CONNECTOR-INV-002")
 async def test_large_tensors_cross_stages(engine: AsyncOmni) -> None:
     events = await collect(engine, counting(3, size=300_000))
     assert values(events) == expected(3)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.messages import (
     Aborted,
     Acknowledge,
@@ -18,6 +19,7 @@ from omnistage.contracts.messages import (
     Output,
     Ready,
     ReplicaFailed,
+    Shutdown,
     StartFailed,
     Stopped,
 )
@@ -189,3 +191,27 @@ def test_a_rank_that_dies_while_idle_is_reported() -> None:
     bench.submit("r")
     assert bench.until(ReplicaFailed).error.type == "stage_lost"
     bench.stop()
+
+
+@pytest.mark.invariant("STAGE-INV-200")
+def test_a_shutdown_that_is_read_before_it_is_waited_for_ends_at_once() -> None:
+    """The replica reads its mail at two places; after its end it neither works nor sleeps."""
+    bench = Workbench()
+    bench.replica.start()
+    bench.until(Ready)
+    bench.submit("r", counting(1, fault="gated"))
+    bench.until(InputConsumed)
+    bench.replica.deliver(Shutdown())
+    odd_runtime.gate.set()
+    bench.until(Stopped)
+    bench.replica._thread.join(10)
+    assert not bench.replica._thread.is_alive()
+
+
+@pytest.mark.invariant("ORCH-INV-001")
+def test_a_stage_speaks_for_itself_and_to_the_engine_only() -> None:
+    """Whatever address its code writes on a message, its own replica's goes out."""
+    bench = Workbench(stage_id=1)
+    bench.replica.post(Aborted(identity=RequestIdentity(request_id="r"), stage_id=0, replica_id=7))
+    message = bench.next()
+    assert (message.stage_id, message.replica_id) == (1, 0)

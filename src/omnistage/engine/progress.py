@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -14,17 +14,20 @@ class ProgressReport:
     """Counts prompts; a request in progress counts as the fraction of its steps that is done."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar = tqdm(
+        self._bar = self._make_bar(total) if enabled else None
+        self._done: dict[str, float] = {}
+
+    @staticmethod
+    def _make_bar(total: int) -> tqdm[Any]:
+        return tqdm(
             total=total,
-            disable=not enabled,
             unit="prompt",
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n:.2f}/{total} [{elapsed}<{remaining}]",
             desc="generating",
         )
-        self._done: dict[str, float] = {}
 
     def update(self, event: OmniRequestOutput) -> None:
-        if event.progress is None:
+        if event.progress is None or self._bar is None:
             return
         fraction = event.progress.step / max(1, event.progress.total_steps)
         self._advance(event.request_id, min(fraction, 1.0))
@@ -34,7 +37,7 @@ class ProgressReport:
 
     def _advance(self, request_id: str, fraction: float) -> None:
         step = fraction - self._done.get(request_id, 0.0)
-        if step > 0:
+        if step > 0 and self._bar is not None:
             self._done[request_id] = fraction
             self._bar.update(step)
 
@@ -47,4 +50,5 @@ class ProgressReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

@@ -47,7 +47,7 @@ from omnistage.transport.registry import make_connector
 
 logger = get_logger(__name__)
 
-_IDLE_WAIT_S = 5.0
+_IDLE_WAIT_S = 60.0
 Mail = tuple[Message, Sequence[Any]]
 
 
@@ -183,7 +183,9 @@ class Replica:
         """The replica's one loop: mail, one command, emissions."""
         while not self._stopping:
             self._read_mail(wait=False)
-            command = None if self._stopping else self._scheduler.next_command()
+            if self._stopping:
+                return  # Its mail has been read: nothing would end a wait.
+            command = self._scheduler.next_command()
             self._counts = self._scheduler.counts()
             if command is not None:
                 self._step(command)
