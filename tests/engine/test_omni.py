@@ -135,7 +135,7 @@ def test_a_script_needs_neither_guard_nor_close(process: str | None) -> None:
 
 @pytest.mark.invariant("ORCH-INV-300")
 def test_ctrl_c_ends_a_script_in_order() -> None:
-    end = "omni.generate([counting(10**6, delay_s=0.001)], use_tqdm=False)"
+    end = "omni.generate([counting(10**4, delay_s=0.001)], use_tqdm=False)"
     with nothing_left():
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT.format(ranks=2, process=None, end=end)],

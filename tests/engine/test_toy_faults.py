@@ -16,7 +16,7 @@ from omnistage.engine.async_omni import AsyncOmni
 from omnistage.stages.pool import ReplicaState
 from tests.engine.test_toy_pipeline import collect, values
 from tests.toy.deployment import counting, expected, toy_config
-from tests.toy.leaks import assert_idle, nothing_left, wait_until
+from tests.toy.leaks import assert_idle, assert_no_tasks, nothing_left, wait_until
 
 ROUNDS = 50
 
@@ -24,10 +24,12 @@ ROUNDS = 50
 @pytest.fixture
 async def engine() -> AsyncIterator[AsyncOmni]:
     with nothing_left():
+        before = asyncio.all_tasks()
         async with AsyncOmni(config=toy_config(ranks=2)) as engine:
             yield engine
             await wait_until(lambda: engine.health().ready, "the replicas to be back")
             await assert_idle(engine)
+        await assert_no_tasks(before)
 
 
 def process_ids(engine: AsyncOmni, stage_id: int) -> tuple[int, ...]:

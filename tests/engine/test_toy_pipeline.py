@@ -22,7 +22,7 @@ from omnistage.contracts.errors import (
 from omnistage.contracts.outputs import OmniRequestOutput
 from omnistage.engine.async_omni import AsyncOmni
 from tests.toy.deployment import counting, expected, toy_config, toy_pipeline
-from tests.toy.leaks import assert_idle, nothing_left, wait_until
+from tests.toy.leaks import assert_idle, assert_no_tasks, nothing_left, wait_until
 
 ROUNDS = 50
 
@@ -44,9 +44,11 @@ async def collect(engine: AsyncOmni, prompt: Any, **options: Any) -> list[OmniRe
 )
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[AsyncOmni]:
     with nothing_left():
+        before = asyncio.all_tasks()
         async with AsyncOmni(config=toy_config(**request.param)) as engine:
             yield engine
             await assert_idle(engine)
+        await assert_no_tasks(before)
 
 
 @pytest.mark.invariant("ORCH-INV-101")

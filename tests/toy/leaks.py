@@ -96,3 +96,15 @@ async def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < give_up, f"waited {PATIENCE_S} s for {what}"
         await asyncio.sleep(0.005)
+
+
+async def assert_no_tasks(before: set[asyncio.Task]) -> None:
+    """Fails when the engine has left a task on this loop that was not there `before`."""
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        gone = before | {asyncio.current_task()}
+        left = [task.get_name() for task in asyncio.all_tasks() - gone]
+        if not left:
+            return
+        assert time.monotonic() < give_up, f"tasks left: {left}"
+        await asyncio.sleep(0.01)
