@@ -35,12 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     same_threads_everywhere(args.threads)
     call = {
         "prompt": "a small red circle above a blue square on a yellow background",
-        "negative_prompt": " ",
         "height": args.side,
         "width": args.side,
         "num_inference_steps": args.steps,
         "true_cfg_scale": args.true_cfg_scale,
     }
+    if args.true_cfg_scale > 1:
+        call["negative_prompt"] = " "
     folder = model_folder(args.model)
     peer = bare_pipeline(folder, call)
     variants = {
@@ -77,7 +78,8 @@ def measure(
     from omnistage import Omni, OmniDiffusionSamplingParams
 
     given = dict(call)
-    prompt = {"prompt": given.pop("prompt"), "negative_prompt": given.pop("negative_prompt")}
+    texts = [name for name in ("prompt", "negative_prompt") if name in given]
+    prompt = {name: given.pop(name) for name in texts}
     with Omni(model, process=process, device="cpu", dtype="float32", log_level="error") as omni:
 
         def ours(seed: int) -> list[bytes]:

@@ -34,13 +34,15 @@ print(type(pipeline).__name__, flush=True)
 def main(argv: list[str] | None = None) -> int:
     flags = parser(__doc__, rounds=7)
     flags.add_argument("--side", type=int, default=128, help="pixels of the check (%(default)s)")
+    flags.add_argument("--warmup", type=int, default=1, help="unmeasured turns (%(default)s)")
     args = flags.parse_args(argv)
     same_threads_everywhere(args.threads)
     folder = model_folder(args.model)
     class_name = json.loads((folder / "model_index.json").read_text())["_class_name"]
     sides = [lambda: serve(args.model, args.side), lambda: bare_load(folder, class_name)]
-    for side in sides:  # Files into the page cache, modules into bytecode.
-        side()
+    for _ in range(args.warmup):  # Files into the page cache, modules into bytecode.
+        for side in sides:
+            side()
     value, peer_value = map(median, take_turns(sides, args.rounds, ["serve", "bare"]))
     target = round(peer_value + ALLOWANCE_S, 5)
     name = args.model if not Path(args.model).exists() else Path(args.model).name

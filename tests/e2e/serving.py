@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -46,6 +47,10 @@ class Server:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def log_entries(self) -> list[dict[str, Any]]:
+        """The log of a server with `--log-json`, without the warnings that libraries print."""
+        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=GUARD_S, trust_env=False, **options)
 
@@ -71,11 +76,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, name: str = "server") -> Iterator[Server]:
-    """Serve on a free port; `flags` are those of `serve`. Ended, by force if need be, behind."""
-    log_file = folder / f"{name}.log"
+def serving(folder: Path, *flags: str, served: str | None = None) -> Iterator[Server]:
+    """Serve the tiny checkpoint, or the model `served`, on a free port; `flags` are those of
+    `serve`. Ended, by force if need be, behind."""
+    log_file = folder / "server.log"
     with log_file.open("w") as log:
-        child = start(["serve", model(), "--port", "0", *BASE_FLAGS, *flags], stderr=log)
+        child = start(["serve", served or model(), "--port", "0", *BASE_FLAGS, *flags], stderr=log)
     try:
         server = Server(child, _await_ready(child, log_file), log_file)
         yield server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from omnistage.cli.http_client import open_picture, read_pictures
 from tests.api.pictures import picture_file
 from tests.cli.running import run
 from tests.diffusion.reference import reference_pipeline
-from tests.e2e.serving import Server, model, post, serving
+from tests.e2e.serving import Server, model, post
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +25,6 @@ NEGATIVE_PROMPT = "blurry"
 SEED = 1234
 KNOBS: dict[str, Any] = {"num_inference_steps": 3, "true_cfg_scale": 3.5}
 WIDTH, HEIGHT = 64, 48
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("pictures")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ class HttpSide:
         lifecycle: Lifecycle,
         listener: socket.socket,
     ) -> None:
+        # It warns, past our log's format, of every malformed form, which is answered with 400.
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)
         app = create_app(engine, settings, lifecycle=lifecycle)
         self._workers = app.state.context.workers
         self._server = HttpServer(
