@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from omnistage.api.disconnect import until_disconnect
 from omnistage.api.settings import ApiSettings
+from omnistage.config.resolved import EngineLimits
 from omnistage.contracts.errors import RequestCancelledError
 from tests.api.fake_engine import FakeEngine
 from tests.api.live_server import GUARD_S, connection, live_server, raw_post
@@ -61,8 +63,9 @@ async def test_a_stream_that_nobody_reads_is_cancelled() -> None:
     engine = FakeEngine()
     body = {**CHAT_BODY, "stream": True, "size": "2048x2048", "n": 6, "output_format": "jpeg"}
     engine.picture_noise = True
-    settings = ApiSettings(slow_client_timeout_s=0.2)
-    async with live_server(engine, settings) as url, connection(url) as (_, writer):
+    limits = EngineLimits(slow_client_timeout_s=0.2)
+    engine.config = replace(engine.config, limits=limits)
+    async with live_server(engine, ApiSettings()) as url, connection(url) as (_, writer):
         writer.write(raw_post(CHAT, json.dumps(body).encode()))
         async with asyncio.timeout(GUARD_S):
             await engine.metrics.recorded.wait()

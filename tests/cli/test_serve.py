@@ -182,3 +182,6 @@ def test_api_settings_from_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_api_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="body_timeout_s is 0"):
         api_settings(parse("serve", "m", "--body-timeout-s", "0"))
+    for text in ("inf", "nan"):
+        with pytest.raises(ConfigurationError, match=f"drain_timeout_s is {text}"):
+            api_settings(parse("serve", "m", "--drain-timeout-s", text))

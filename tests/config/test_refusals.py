@@ -31,6 +31,10 @@ from tests.config.pipelines import resolve, two_stage_pipeline
             "unknown key operation_limits.steps; did you mean 'step'?",
         ),
         (
+            "operation_limits: {load: 2}",
+            "unknown key operation_limits.load; allowed: compile, forward, step, encode, decode",
+        ),
+        (
             "stages: [{stage_id: 0, restart: {back_off: 2}}]",
             "unknown key stages[0].restart.back_off; did you mean 'backoff_s'?",
         ),
@@ -226,7 +230,7 @@ def test_every_wait_is_bounded() -> None:
         if name.endswith(("_s", "timeout")) or "seconds" in key.meaning
     }
     waits.pop("operation_limits")
-    assert {"init_timeout", "heartbeat_timeout", "request_timeout_s", "load"} <= set(waits)
+    assert {"init_timeout", "heartbeat_timeout", "request_timeout_s", "forward"} <= set(waits)
     assert all(key.type == Seconds for key in waits.values())
     with pytest.raises(ConfigurationError, match="expected float <="):
         resolve(init_timeout=WEEK_S + 1)

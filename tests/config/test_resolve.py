@@ -55,7 +55,7 @@ def test_mappings_are_merged_key_by_key() -> None:
     }
     assert stage.options == {"a": {"x": 1, "y": 5}, "b": 3}
     assert stage.operation_limits_s["step"] == 7.0
-    assert stage.operation_limits_s["load"] == 300.0
+    assert stage.operation_limits_s["decode"] == 120.0
     assert stage.restart.max_restarts == 0
     assert stage.restart.window_s == 300.0
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from omnistage.api.settings import ApiSettings
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.diffusion.options import DiffusionOptions, read_options
 from omnistage.diffusion.runtime import DiffusionRuntime
@@ -10,6 +11,7 @@ from tests.diffusion.driver import diffusion_stage
 
 def test_defaults_and_values():
     assert read_options({}) == DiffusionOptions()
+    assert read_options({}).max_pixels == ApiSettings().max_pixels
     assert read_options({"vae_tiling": True, "max_pixels": 9}).max_pixels == 9
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.sampling import MAX_GENERATED_PIXELS
 
 MIB = 1024 * 1024
-MAX_GENERATED_PIXELS = 7680 * 4320
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
-    """Bounds and switches of the server. Raises `ConfigurationError` on a bound below 1.
+    """Bounds and switches of the server. Raises `ConfigurationError` on a bound that is not
+    above 0, or not finite.
 
     Without `api_keys` every client may call. `max_open_body_bytes` bounds the bodies of all open
     requests together. `max_input_*` and `max_media_bytes` hold for one
@@ -41,14 +43,13 @@ class ApiSettings:
     allowed_local_media_path: Path | None = None
     media_threads: int = 2
     max_pending_decodes: int = 64
-    slow_client_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and value <= 0 and name != "max_redirects":
-                raise ConfigurationError(f"{name} is {value}; it must be greater than 0")
+            if is_number and not 0 < value < math.inf and name != "max_redirects":
+                raise ConfigurationError(f"{name} is {value}; it must be a number greater than 0")
         if any(not key for key in self.api_keys):
             raise ConfigurationError("an API key is empty; give every key at least one character")
         root = self.allowed_local_media_path

@@ -15,7 +15,6 @@ INLINE_PROCESS = "inline"
 """As a stage's `process`: the replica runs in the engine's own process."""
 
 DEFAULT_OPERATION_LIMITS_S = {
-    "load": 300.0,
     "compile": 900.0,
     "forward": 600.0,
     "step": 120.0,
@@ -23,7 +22,8 @@ DEFAULT_OPERATION_LIMITS_S = {
     "decode": 120.0,
     "control": 60.0,
 }
-"""Longest time that one operation of a kind may take before its replica counts as hung."""
+"""Longest time that one operation of a kind may take before its replica counts as hung. Loading has
+`init_timeout_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,8 @@ class ResolvedStage:
     `process` groups stages: equal names share one process per replica index, "inline" is the
     engine's own. `devices` has one entry a rank ("cpu", "cuda:0"), for each replica in turn or once
     for all of them: `for_replica` picks. `output_window` is how many outputs of one child may be
-    unacknowledged. `memory_budget_gib` None means "what is free".
+    unacknowledged. `memory_budget_gib` bounds what the weights of a
+    rank take; None means no bound.
     """
 
     stage: StageConfig

@@ -75,13 +75,16 @@ STAGE_KEYS = {
         type=NonNegative, meaning="tensors of this size and more go through shared memory"
     ),
     "memory_budget_gib": Key(
-        type=Gibibytes | None, meaning="device memory a rank may use (GiB); null: what is free"
+        type=Gibibytes | None,
+        meaning="most device memory that a rank's weights may take (GiB); null: no bound",
     ),
     "offload": Key(
         type=Literal["none", "model", "layerwise", "distributed-layerwise"],
         meaning="who moves weights between host and device",
     ),
-    "enforce_eager": Key(type=bool, meaning="compile nothing, capture no graphs"),
+    "enforce_eager": Key(
+        type=bool, meaning="compile nothing, capture no graphs (nothing does as yet)"
+    ),
     "init_timeout": Key(
         type=Seconds, meaning="seconds a replica may take to load", attribute="init_timeout_s"
     ),

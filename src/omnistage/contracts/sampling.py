@@ -68,6 +68,9 @@ class OmniDiffusionSamplingParams(
     TENSOR_FIELDS = ("latents", "audio_latents", "image_latent")
 
 
+MAX_GENERATED_PIXELS = 7680 * 4320
+"""Height x width of one picture, where a deployment sets no other bound."""
+
 QUALITY_STEPS = {
     "auto": 1.0,
     "standard": 1.0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.sampling import MAX_GENERATED_PIXELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class DiffusionOptions:
 
     execution_mode: str = "request"
     max_queued_requests: int = 256
-    max_pixels: int = 4096 * 4096
+    max_pixels: int = MAX_GENERATED_PIXELS
     image_input: str = "optional"
     max_images: int = 1
     vae_tiling: bool | None = None

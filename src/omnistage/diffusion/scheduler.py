@@ -70,7 +70,8 @@ class RequestScheduler:
             raise InternalError(f"request {request.identity} is already at this stage")
         if len(self._waiting) >= self.max_queued_requests:
             raise OverloadedError(
-                f"{self.max_queued_requests} requests wait for this stage already; retry later",
+                f"{self.max_queued_requests} requests wait for this stage already; retry later, "
+                "or raise options.max_queued_requests",
                 retry_after_s=1.0,
             )
         inputs = InputBuffer(data=request.data, complete=request.input_complete)

@@ -52,7 +52,7 @@ async def _complete(context: AppContext, request: Request, body: ChatRequest) ->
     if body.stream:
         return EventStream(
             _stream(context, request, job, answer),
-            slow_client_timeout_s=context.settings.slow_client_timeout_s,
+            slow_client_timeout_s=context.engine.config.limits.slow_client_timeout_s,
         )
     images = await finished_images(context, request, job)
     rendered = await context.workers.run(answer.whole, images)
