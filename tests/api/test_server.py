@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from omnistage.api.listener import open_listener, url_of
+from omnistage.api.listener import hang_up_on_dead_readers, open_listener, url_of
 from omnistage.api.server import run_server
 from omnistage.contracts.errors import ConfigurationError
 from tests.api.live_server import GUARD_S
@@ -87,6 +87,21 @@ def test_a_taken_port_is_an_error_before_any_engine_is_made() -> None:
 def test_other_addresses_that_cannot_be_taken(host: str, port: int, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         open_listener(host, port)
+
+
+@pytest.mark.invariant("ENTRY-INV-200")
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+async def test_a_client_that_reads_nothing_of_its_answer_is_hung_up_on() -> None:
+    with open_listener("127.0.0.1", 0) as listener:
+        hang_up_on_dead_readers(listener, 0.2)
+        loop = asyncio.get_running_loop()
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = await loop.sock_accept(listener)
+            with accepted:
+                accepted.setblocking(False)
+                async with asyncio.timeout(GUARD_S):
+                    with pytest.raises(TimeoutError, match="timed out"):
+                        await loop.sock_sendall(accepted, bytes(64 * 1024 * 1024))
 
 
 def test_the_url_of_an_ipv6_listener_has_brackets() -> None:

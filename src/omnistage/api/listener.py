@@ -9,6 +9,7 @@ from omnistage.contracts.errors import ConfigurationError
 
 _BACKLOG = 2048
 _LAST_PORT = 65_535
+_LONGEST_TIMEOUT_MS = 2**31 - 1
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -35,6 +36,18 @@ def open_listener(host: str, port: int) -> socket.socket:
         raise ConfigurationError(_explain(error, host, port)) from error
     listener.setblocking(False)
     return listener
+
+
+def hang_up_on_dead_readers(listener: socket.socket, timeout_s: float) -> None:
+    """Connections taken from now on end when their client takes nothing of its answer for so long.
+
+    Once an answer is written, only the kernel knows of it and holds it (tcp(7), TCP_USER_TIMEOUT;
+    other systems have no such limit).
+    """
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        timeout_ms = min(int(timeout_s * 1000), _LONGEST_TIMEOUT_MS)
+        listener.setsockopt(socket.IPPROTO_TCP, option, max(1, timeout_ms))
 
 
 def _explain(error: OSError, host: str, port: int) -> str:

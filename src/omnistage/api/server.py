@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from omnistage.api.lifecycle import Lifecycle, Phase
-from omnistage.api.listener import open_listener, url_of
+from omnistage.api.listener import hang_up_on_dead_readers, open_listener, url_of
 from omnistage.api.settings import ApiSettings
 from omnistage.contracts.errors import InternalError
 from omnistage.observability.logging import get_logger
@@ -87,6 +87,7 @@ async def _serve(
     signals = StopSignals()
     with signals.installed():
         engine = engine_factory()
+        hang_up_on_dead_readers(listener, engine.config.limits.slow_client_timeout_s)
         lifecycle = Lifecycle(phase=Phase.STARTING)
         start = asyncio.create_task(engine.start())
         http = None
