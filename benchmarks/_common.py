@@ -79,7 +79,9 @@ def finish(
     save: bool,
     **more: Any,
 ) -> int:
-    """Print the result, and keep it with `save`; the exit code: 1 when the target was missed."""
+    """Print the result, and keep it with `save`; the exit code: 1 when the target was missed.
+
+    "load_average" tells a quiet machine (about 1) from one whose times mean little."""
     from omnistage.cli.facts import hardware, versions
 
     result = {
@@ -94,6 +96,7 @@ def finish(
         "hardware": hardware(),
         "versions": versions(),
         "workload": workload,
+        "load_average": round(os.getloadavg()[0], 2),
         **more,
     }
     if save:
