@@ -97,7 +97,14 @@ def test_flags_become_overrides() -> None:
 @pytest.mark.invariant("CLI-INV-201")
 def test_flags_can_be_handed_on() -> None:
     words = [
-        *("m", "--enforce-eager", "--vae-use-slicing", "--deploy-config", "single_process"),
+        *(
+            "m",
+            "--enforce-eager",
+            "--log-json",
+            "--vae-use-slicing",
+            "--deploy-config",
+            "single_process",
+        ),
         *("--limits.stream-buffer", "3", "--stage-0.dtype", "auto", "--max-queue", "2"),
     ]
     args = parse("bench", *words)

@@ -20,8 +20,9 @@ DEPLOYMENT = """
 --operation-limits-s --restart --default-sampling-params --options --tensor-parallel-size
 --sequence-parallel-size --ulysses-degree --usp --data-parallel-size --pipeline-parallel-size
 --cfg-parallel-size --rank-parallel-size --served-model-name --lb-policy --omni-lb-policy
---log-level --limits --max-inflight-requests --max-queue --request-timeout-s
---slow-client-timeout-s --abort-timeout-s --shutdown-timeout-s --stream-buffer --vae-use-tiling
+--log-level --log-json --no-log-json --limits --max-inflight-requests --max-queue
+--request-timeout-s --slow-client-timeout-s --abort-timeout-s --shutdown-timeout-s --stream-buffer
+--vae-use-tiling
 --no-vae-use-tiling --vae-use-slicing --no-vae-use-slicing --omni
 """
 
@@ -31,7 +32,7 @@ FLAGS = {
 --host --port --api-key --max-generated-image-size --max-steps --max-n --max-prompt-chars
 --max-body-bytes --max-open-requests --max-input-images --max-media-bytes --media-threads
 --body-timeout-s --media-timeout-s --drain-timeout-s --allow-private-media --allow-http-media
---allowed-local-media-path --log-json --stop-with-stdin
+--allowed-local-media-path --stop-with-stdin
 """,
     "generate": DEPLOYMENT
     + """

@@ -131,11 +131,13 @@ def test_deployment_keys_reach_the_configuration() -> None:
         served_model_name="mine",
         lb_policy="random",
         log_level="debug",
+        log_json=True,
         limits={"stream_buffer": 9},
     )
     assert config.served_model_name == "mine"
     assert config.lb_policy == "random"
     assert config.log_level == "debug"
+    assert config.log_json is True
     assert config.limits.stream_buffer == 9
     assert set(DEPLOYMENT_KEYS) == {
         "schema_version",
@@ -143,6 +145,7 @@ def test_deployment_keys_reach_the_configuration() -> None:
         "served_model_name",
         "lb_policy",
         "log_level",
+        "log_json",
         "limits",
     }
 

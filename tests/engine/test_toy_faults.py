@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from omnistage.config.resolved import RestartPolicy
-from omnistage.contracts.errors import StageLostError, UnavailableError
+from omnistage.contracts.errors import InternalError, StageLostError, UnavailableError
 from omnistage.engine.async_omni import AsyncOmni
 from omnistage.stages.pool import ReplicaState
 from tests.engine.test_toy_pipeline import collect, values
@@ -148,6 +150,23 @@ async def test_a_request_keeps_its_replica_and_others_survive_a_death() -> None:
                 for stage_id in (0, 1):
                     assert len({r for s, r in seen[i] if s == stage_id}) <= 1
             await wait_until(lambda: engine.health().ready, "the replica to be back")
+
+
+@pytest.mark.invariant("OBS-INV-001")
+async def test_every_process_logs_as_the_engine_does(capfd: pytest.CaptureFixture[str]) -> None:
+    """`log_json` reaches leaders and ranks: each line parses, and names its request and stage."""
+    config = replace(toy_config(ranks=2), log_json=True)
+    async with AsyncOmni(config=config) as engine:
+        for rank in (0, 1):
+            fault = {"kind": "crash", "at": 0, "stage": 1, "rank": rank}
+            with pytest.raises(InternalError):
+                await collect(engine, counting(1, fault=fault), request_id=f"crash-{rank}")
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    loggers = {line["logger"] for line in lines}
+    assert {"omnistage.stages.commands", "omnistage.stages.rank_process"} <= loggers
+    for name, request_id in (("commands", "crash-0"), ("rank_process", "crash-1")):
+        own = next(line for line in lines if line["logger"] == f"omnistage.stages.{name}")
+        assert (own["request_id"], own["stage"]) == (request_id, 1)
 
 
 @pytest.mark.invariant("STAGE-INV-205")

@@ -78,6 +78,7 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 def test_exits_are_described_for_people() -> None:
     assert describe_exit(-9) == "killed by SIGKILL"
+    assert describe_exit(-40) == "killed by signal 40"
     assert describe_exit(5) == "exit code 5"
     assert "parent" in describe_exit(LIFELINE_LOST_EXIT_CODE)
     assert "rank" in describe_exit(RANK_LOST_EXIT_CODE)

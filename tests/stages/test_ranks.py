@@ -15,12 +15,14 @@ from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command
+from omnistage.observability.logging import LogSettings
 from omnistage.stages.ranks import RankGroup
 from tests.toy.deployment import toy_config
 from tests.toy.leaks import nothing_left
 
 ME = RequestIdentity(request_id="r")
 LIMIT_S = 20.0
+QUIET = LogSettings(level="critical")
 
 
 def command(**piece: object) -> Command:
@@ -35,7 +37,7 @@ def command(**piece: object) -> Command:
 def group() -> Iterator[RankGroup]:
     with nothing_left():
         stage = toy_config(ranks=2).stages[0]
-        group = RankGroup(stage, 0, "critical", lambda rank, code: None)
+        group = RankGroup(stage, 0, QUIET, lambda rank, code: None)
         try:
             group.begin_load()
             group.finish_load()
@@ -146,7 +148,7 @@ def test_ranks_that_do_not_listen_are_ended_by_force(group: RankGroup) -> None:
 def test_a_rank_that_cannot_load_says_why() -> None:
     with nothing_left():
         stage = toy_config(ranks=2, options={"load_error": "no such file"}).stages[0]
-        group = RankGroup(stage, 0, "critical", lambda rank, code: None)
+        group = RankGroup(stage, 0, QUIET, lambda rank, code: None)
         try:
             group.begin_load()
             with pytest.raises(InvalidRequestError, match="no such file"):

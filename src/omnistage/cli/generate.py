@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     params = _params(args)
     config = resolve(args, *_default_log_level(args))
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, json=config.log_json)
 
     from omnistage.engine.omni import Omni
 

@@ -88,7 +88,8 @@ def as_flags(args: argparse.Namespace) -> list[str]:
     words = ["--deploy-config", args.deploy_config] if args.deploy_config else []
     for name, text in args.overrides:
         flag = _flag(name)
-        if name in STAGE_KEYS and STAGE_KEYS[name].type is bool:
+        key = (STAGE_KEYS | DEPLOYMENT_KEYS).get(name)
+        if key is not None and key.type is bool:
             words.append(flag if text == "true" else flag.replace("--", "--no-", 1))
         else:
             words += [flag, text]

@@ -75,7 +75,6 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="DIR",
         help="folder that file: input pictures may come from",
     )
-    http.add_argument("--log-json", action="store_true", help="log one JSON object a line")
     http.add_argument("--stop-with-stdin", action="store_true", help="stop when stdin closes")
     add_model_flags(parser)
 
@@ -83,7 +82,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = api_settings(args)
     config = resolve(args, *_pixel_override(args))
-    configure_logging(config.log_level, json=args.log_json)
+    configure_logging(config.log_level, json=config.log_json)
     logger.info("starting %s from %s", config.served_model_name, config.model_path)
     logger.debug("%s", describe(config))
 

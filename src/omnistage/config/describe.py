@@ -53,7 +53,7 @@ def _lines(config: OmniConfig) -> Iterator[str]:
     for stage in config.stages:
         yield from _stage_lines(stage)
     yield f"limits     {_pairs(config.limits)}"
-    yield f"lb_policy  {config.lb_policy}; log_level {config.log_level}"
+    yield f"lb_policy  {config.lb_policy}; log_level {config.log_level}; log_json {config.log_json}"
 
 
 def _stage_lines(stage: ResolvedStage) -> Iterator[str]:

@@ -138,3 +138,4 @@ class OmniConfig:
     limits: EngineLimits = field(default_factory=EngineLimits)
     lb_policy: str = "least-queue-length"
     log_level: str = "info"
+    log_json: bool = False

@@ -137,6 +137,7 @@ DEPLOYMENT_KEYS = {
     "log_level": Key(
         type=Literal["debug", "info", "warning", "error"], meaning="how much is logged"
     ),
+    "log_json": Key(type=bool, meaning="log one JSON object a line, in every process"),
     "limits": Key(type=dict, meaning="bounds of the engine", nested=LIMIT_KEYS),
 }
 

@@ -13,11 +13,23 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
 
+import msgspec
+
 from omnistage.contracts.errors import ConfigurationError
 
 ROOT = "omnistage"
 LEVELS = ("debug", "info", "warning", "error", "critical")
 NONE = "-"
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a process logs; processes that it starts log the same way."""
+
+    level: str = "info"
+    json: bool = False
+
+
+DEFAULT_LOGS = LogSettings()
 
 _request_id: ContextVar[str | None] = ContextVar("omnistage_request_id", default=None)
 _stage_id: ContextVar[int | None] = ContextVar("omnistage_stage_id", default=None)

@@ -24,6 +24,11 @@ from omnistage.stages.ranks import RankGroup
 logger = get_logger(__name__)
 
 
+def log_scope(command: Command) -> str:
+    """Which requests a line logged meanwhile is about."""
+    return ",".join(str(identity) for identity in command.identities[:4]) or "-"
+
+
 class LeaderContext:
     """`ExecutionContext` of rank 0: its checkpoints decide for all ranks."""
 

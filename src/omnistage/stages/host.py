@@ -7,6 +7,7 @@ from typing import Any
 
 from omnistage.contracts.errors import ProtocolError
 from omnistage.contracts.messages import Message, ReplicaStatus
+from omnistage.observability.logging import DEFAULT_LOGS, LogSettings
 from omnistage.stages.emitter import MessageSink
 from omnistage.stages.launch import ReplicaLaunch
 from omnistage.stages.replica import Replica
@@ -25,7 +26,7 @@ class ReplicaHost:
         on_rank_exit: Callable[[Replica, int, int], None],
         *,
         inline: bool = False,
-        log_level: str = "info",
+        log: LogSettings = DEFAULT_LOGS,
     ) -> None:
         self._replicas: dict[Address, Replica] = {
             (launch.stage.stage_id, launch.replica_id): Replica(
@@ -34,7 +35,7 @@ class ReplicaHost:
                 send,
                 on_rank_exit,
                 connector_kind="inline" if inline else launch.stage.connector,
-                log_level=log_level,
+                log=log,
             )
             for launch in launches
         }

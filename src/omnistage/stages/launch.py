@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from omnistage.config.resolved import ResolvedStage
+from omnistage.observability.logging import LogSettings
 
 LIFELINE_LOST_EXIT_CODE = 71
 RANK_LOST_EXIT_CODE = 72
@@ -43,7 +44,7 @@ class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     token: str
     replicas: tuple[ReplicaLaunch, ...]
     sys_path: tuple[str, ...]
-    log_level: str = "info"
+    log: LogSettings = LogSettings()
     heartbeat_interval_s: float = 1.0
 
 
@@ -57,7 +58,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rank: int
     world_size: int
     sys_path: tuple[str, ...]
-    log_level: str = "info"
+    log: LogSettings = LogSettings()
 
 
 Launch = TypeVar("Launch", ProcessLaunch, RankLaunch)
@@ -124,10 +125,18 @@ def start_child(
 def describe_exit(code: int) -> str:
     """`-9` → "killed by SIGKILL"; `72` → what our own exit codes mean."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {_signal_name(-code)}"
     known = {
         LIFELINE_LOST_EXIT_CODE: "its parent disappeared",
         RANK_LOST_EXIT_CODE: "one of its ranks died",
         REPLICA_FAILED_EXIT_CODE: "its executing thread broke",
     }
     return known.get(code, f"exit code {code}")
+
+
+def _signal_name(number: int) -> str:
+    """Most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -31,7 +31,8 @@ from omnistage.contracts.messages import (
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Executor
-from omnistage.observability.logging import configure_logging, get_logger
+from omnistage.observability.logging import configure_logging, get_logger, request_scope
+from omnistage.stages.commands import log_scope
 from omnistage.stages.imports import load_object
 from omnistage.stages.launch import RankLaunch, end_with_parent, read_launch
 from omnistage.stages.operations import OperationClock
@@ -39,7 +40,7 @@ from omnistage.stages.ranks import ABANDONED
 from omnistage.transport.codec import MessageDecoder, encode
 from omnistage.transport.inline import InlineConnector
 
-logger = get_logger(__name__)
+logger = get_logger("omnistage.stages.rank_process")  # Here __name__ is "__main__".
 
 
 class LeaderLink:
@@ -111,6 +112,7 @@ def execute(
     link: LeaderLink,
     message: RankCommand,
     frames: list[memoryview],
+    stage_id: int,
 ) -> None:
     context.start(message.sequence)
     command = Command(
@@ -118,14 +120,15 @@ def execute(
         identities=message.identities,
         data=link.connector.receive(message.payload, frames),
     )
-    try:
-        result: StageData = executor.execute(command, context)
-        ref, out_frames = link.connector.send(result)
-    except ProtocolError:
-        raise
-    except Exception as error:
-        _answer_error(link, context.rank, message.sequence, error)
-        return
+    with request_scope(log_scope(command), stage_id):
+        try:
+            result: StageData = executor.execute(command, context)
+            ref, out_frames = link.connector.send(result)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            _answer_error(link, context.rank, message.sequence, error)
+            return
     link.send(RankResult(rank=context.rank, sequence=message.sequence, payload=ref), out_frames)
 
 
@@ -146,7 +149,7 @@ def serve(launch: RankLaunch, link: LeaderLink) -> None:
         while True:
             message, frames = link.receive()
             if isinstance(message, RankCommand):
-                execute(executor, context, link, message, frames)
+                execute(executor, context, link, message, frames, launch.stage.stage_id)
             elif isinstance(message, RankLoad):
                 _load(executor, link, launch.rank)
             elif isinstance(message, RankRelease):
@@ -173,7 +176,7 @@ def _load(executor: Executor, link: LeaderLink, rank: int) -> None:
 def main() -> None:
     launch = read_launch(RankLaunch)
     end_with_parent()
-    configure_logging(launch.log_level)
+    configure_logging(launch.log.level, json=launch.log.json)
     link = LeaderLink(launch)
     try:
         serve(launch, link)

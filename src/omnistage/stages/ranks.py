@@ -33,10 +33,11 @@ from omnistage.contracts.messages import (
 )
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command
+from omnistage.observability.logging import LogSettings
 from omnistage.stages.launch import RankLaunch, describe_exit, start_child
 from omnistage.transport.codec import MessageDecoder, encode
 from omnistage.transport.inline import InlineConnector
-from omnistage.transport.sockets import endpoint, new_token, tokens_match
+from omnistage.transport.sockets import bind_privately, new_token, tokens_match
 
 RANK_MODULE = "omnistage.stages.rank_process"
 STOP_GRACE_S = 5.0
@@ -53,7 +54,7 @@ class RemoteRank:
         stage: ResolvedStage,
         replica_id: int,
         rank: int,
-        log_level: str,
+        log: LogSettings,
         on_exit: Callable[[int, int], None],
     ) -> None:
         self.rank = rank
@@ -66,17 +67,15 @@ class RemoteRank:
         for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
         self._early: StageData | OmniError | None = None
-        self._socket.bind(endpoint())
-        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         launch = RankLaunch(
-            endpoint=address,
+            endpoint=bind_privately(self._socket),
             token=self._token,
             stage=stage,
             replica_id=replica_id,
             rank=rank,
             world_size=stage.parallel.world_size,
             sys_path=tuple(sys.path),
-            log_level=log_level,
+            log=log,
         )
 
         def exited(code: int) -> None:
@@ -155,14 +154,14 @@ class RankGroup:
         self,
         stage: ResolvedStage,
         replica_id: int,
-        log_level: str,
+        log: LogSettings,
         on_exit: Callable[[int, int], None],
     ) -> None:
         self._stage = stage
         self._sequence = 0
         self._connector = InlineConnector()
         self._remotes = [
-            RemoteRank(stage, replica_id, rank, log_level, on_exit)
+            RemoteRank(stage, replica_id, rank, log, on_exit)
             for rank in range(1, stage.parallel.world_size)
         ]
 

@@ -35,8 +35,8 @@ from omnistage.contracts.messages import (
     Submit,
 )
 from omnistage.contracts.runtime import Command, Emission
-from omnistage.observability.logging import get_logger, request_scope
-from omnistage.stages.commands import CommandRunner, LeaderContext
+from omnistage.observability.logging import DEFAULT_LOGS, LogSettings, get_logger, request_scope
+from omnistage.stages.commands import CommandRunner, LeaderContext, log_scope
 from omnistage.stages.controls import ReplicaControls
 from omnistage.stages.emitter import Emitter, MessageSink
 from omnistage.stages.imports import load_object
@@ -63,13 +63,13 @@ class Replica:
         on_rank_exit: Callable[[Replica, int, int], None],
         *,
         connector_kind: str,
-        log_level: str = "info",
+        log: LogSettings = DEFAULT_LOGS,
     ) -> None:
         self.stage = stage
         self.replica_id = replica_id
         self._send = send
         self._on_rank_exit = on_rank_exit
-        self._log_level = log_level
+        self._log = log
         self._inbox: queue.SimpleQueue[Mail] = queue.SimpleQueue()
         self._cancelled: set[RequestKey] = set()
         self._clock = OperationClock({**stage.operation_limits_s, "load": stage.init_timeout_s})
@@ -145,7 +145,7 @@ class Replica:
         self._ranks = RankGroup(
             self.stage,
             self.replica_id,
-            self._log_level,
+            self._log,
             lambda rank, code: self._on_rank_exit(self, rank, code),
         )
         self._scheduler = runtime.scheduler(self.stage)
@@ -200,7 +200,7 @@ class Replica:
         return self._counts != (0, 0) or self._emitter.num_children > 0
 
     def _step(self, command: Command) -> None:
-        with request_scope(_scope_of(command), self.stage.stage_id):
+        with request_scope(log_scope(command), self.stage.stage_id):
             with self._controls.profiled(command):
                 outcome = self._runner.run(command)
             self._controls.command_done()
@@ -311,7 +311,3 @@ class Replica:
                 close()
             except Exception:
                 logger.exception("stage %s did not close cleanly", self.stage.name)
-
-
-def _scope_of(command: Command) -> str:
-    return ",".join(str(identity) for identity in command.identities[:4]) or "-"

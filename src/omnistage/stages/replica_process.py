@@ -37,7 +37,7 @@ from omnistage.stages.launch import (
 from omnistage.stages.replica import Replica
 from omnistage.transport.codec import MessageDecoder, encode
 
-logger = get_logger(__name__)
+logger = get_logger("omnistage.stages.replica_process")  # Here __name__ is "__main__".
 
 _OUTBOX = "inproc://outbox"
 _ZERO_COPY_BYTES = 65_536
@@ -81,9 +81,7 @@ class ReplicaProcess:
         self._engine.connect(launch.endpoint)
         self._engine.send_multipart(encode(Hello(token=launch.token, pid=os.getpid())))
         self._outbox = Outbox(self._context)
-        self._host = ReplicaHost(
-            launch.replicas, self._outbox, self._rank_exited, log_level=launch.log_level
-        )
+        self._host = ReplicaHost(launch.replicas, self._outbox, self._rank_exited, log=launch.log)
         self._interval_s = launch.heartbeat_interval_s
         self._alive = len(launch.replicas)
         self._exit_code = 0
@@ -142,7 +140,7 @@ class ReplicaProcess:
 def main() -> None:
     launch = read_launch(ProcessLaunch)
     end_with_parent()
-    configure_logging(launch.log_level)
+    configure_logging(launch.log.level, json=launch.log.json)
     code = ReplicaProcess(launch).run()
     os._exit(code)  # Everything is closed; a library's finalizer must not be able to hang us.
 

@@ -27,7 +27,7 @@ from omnistage.contracts.messages import (
     StartFailed,
     Stopped,
 )
-from omnistage.observability.logging import get_logger
+from omnistage.observability.logging import LogSettings, get_logger
 from omnistage.observability.metrics import EngineMetrics
 from omnistage.stages.pool import ReplicaHandle, ReplicaState, StagePool
 from omnistage.stages.start_gate import StartGate
@@ -136,10 +136,11 @@ class StageSupervisor:
         return units
 
     def _make_unit(self, process: str, group: list[ReplicaHandle]) -> Unit:
+        log = LogSettings(level=self._config.log_level, json=self._config.log_json)
         if process == INLINE_PROCESS:
-            return InlineUnit(group, self, self._config.log_level)
+            return InlineUnit(group, self, log)
         assert self._switchboard is not None
-        return ProcessUnit(group, self._switchboard, self, self._config.log_level)
+        return ProcessUnit(group, self._switchboard, self, log)
 
     def _is_ready(self) -> bool:
         return all(r.state is ReplicaState.READY for pool in self.pools for r in pool.replicas)

@@ -17,7 +17,7 @@ from omnistage.contracts.errors import ProtocolError, StageLostError
 from omnistage.contracts.messages import FromReplica, Hello, Message
 from omnistage.observability.logging import get_logger
 from omnistage.transport.codec import MessageDecoder, encode
-from omnistage.transport.sockets import endpoint, tokens_match
+from omnistage.transport.sockets import bind_privately, tokens_match
 
 logger = get_logger(__name__)
 
@@ -46,8 +46,7 @@ class Switchboard:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(endpoint())
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address: str = bind_privately(self._socket)
         self._decoder = MessageDecoder(FromReplica)
         self._waiting: list[Line] = []
         self._connected: dict[bytes, Line] = {}

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from omnistage.config.resolved import RestartPolicy
 from omnistage.contracts.errors import OmniError, ProtocolError, StageLostError
 from omnistage.contracts.messages import Heartbeat, Message, Shutdown, StartFailed, Stopped
-from omnistage.observability.logging import get_logger
+from omnistage.observability.logging import LogSettings, get_logger
 from omnistage.stages.host import ReplicaHost
 from omnistage.stages.launch import (
     ProcessLaunch,
@@ -90,13 +90,13 @@ class ProcessUnit:
         replicas: list[ReplicaHandle],
         switchboard: Switchboard,
         owner: UnitOwner,
-        log_level: str,
+        log: LogSettings,
     ) -> None:
         self.replicas = replicas
         self.restarts = RestartHistory(replicas[0].stage.restart)
         self._switchboard = switchboard
         self._owner = owner
-        self._log_level = log_level
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
         self._reason: OmniError | None = None
@@ -117,7 +117,7 @@ class ProcessUnit:
                 for replica in self.replicas
             ),
             sys_path=tuple(sys.path),
-            log_level=self._log_level,
+            log=self._log,
             heartbeat_interval_s=min(
                 1.0, min(replica.stage.heartbeat_timeout_s for replica in self.replicas) / 5
             ),
@@ -180,11 +180,11 @@ class ProcessUnit:
 class InlineUnit:
     can_restart = False
 
-    def __init__(self, replicas: list[ReplicaHandle], owner: UnitOwner, log_level: str) -> None:
+    def __init__(self, replicas: list[ReplicaHandle], owner: UnitOwner, log: LogSettings) -> None:
         self.replicas = replicas
         self.restarts = RestartHistory(replicas[0].stage.restart)
         self._owner = owner
-        self._log_level = log_level
+        self._log = log
         self._host: ReplicaHost | None = None
         self._alive = len(replicas)
         self._given_up = False
@@ -202,7 +202,7 @@ class InlineUnit:
             ReplicaLaunch(stage=replica.stage, replica_id=replica.replica_id)
             for replica in self.replicas
         ]
-        self._host = ReplicaHost(launches, send, _no_ranks, inline=True, log_level=self._log_level)
+        self._host = ReplicaHost(launches, send, _no_ranks, inline=True, log=self._log)
         self._host.start()
         self.poll()
 
