@@ -104,6 +104,15 @@ WHILE_LOADING: dict[str, tuple[Prepare, str]] = {
     "missing tensor": (damaged(broken.missing_tensor), "transformer"),
     "missing component": (damaged(broken.missing_component_folder), "'transformer'"),
     "missing package": (missing_package, "pip install onnxruntime"),
+    "tensor parallelism": (
+        serving("--device", "cpu", "--tensor-parallel-size", "2"),
+        "--tensor-parallel-size 2 is not there yet; allowed: 1",
+    ),
+    "ranks": (
+        serving("--device", "cpu", "--rank-parallel-size", "2"),
+        "a diffusion stage of 2 ranks is not there yet",
+    ),
+    "request batching": (serving("--max-num-seqs", "2"), "request batching is not there yet"),
     "offload that is not there": (serving("--offload", "model"), "offload 'model' is not there"),
 }
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from omnistage.config.resolved import ResolvedStage
+from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Emission, LoadReporter
 from omnistage.contracts.sampling import SamplingParams
@@ -55,6 +57,18 @@ class OddExecutor(ToyExecutor):
         super().close()
         if self._load_error == "exit":
             raise RuntimeError("and it cannot be closed")
+
+
+class RefusingRuntime:
+    """Its executors cannot even be made, except the leader's."""
+
+    scheduler = OddScheduler
+
+    @staticmethod
+    def executor(stage: ResolvedStage, rank: int, world_size: int) -> OddExecutor:
+        if rank > 0:
+            raise UnsupportedCombinationError(f"no rank {rank} here")
+        return OddExecutor(stage, rank, world_size)
 
 
 class OddRuntime:

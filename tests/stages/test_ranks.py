@@ -6,11 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from omnistage.contracts.errors import InternalError, InvalidRequestError, OmniError, StageLostError
+from omnistage.contracts.errors import (
+    InternalError,
+    InvalidRequestError,
+    OmniError,
+    StageLostError,
+    UnsupportedCombinationError,
+)
 from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
@@ -155,3 +162,20 @@ def test_a_rank_that_cannot_load_says_why() -> None:
                 group.finish_load()
         finally:
             group.stop()
+
+
+def test_a_rank_that_is_refused_says_why_without_a_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with nothing_left():
+        stage = toy_config(ranks=2).stages[0]
+        topology = replace(stage.stage, runtime="tests.stages.odd_runtime:RefusingRuntime")
+        group = RankGroup(replace(stage, stage=topology), 0, QUIET, lambda rank, code: None)
+        try:
+            group.begin_load()
+            with pytest.raises(UnsupportedCombinationError, match="no rank 1 here"):
+                group.finish_load()
+            assert group._remotes[0].process.poll() is None, "its end would hide its reason"
+        finally:
+            group.stop()
+    assert capfd.readouterr().err == ""

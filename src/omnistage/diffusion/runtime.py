@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.contracts.runtime import Scheduler
 from omnistage.diffusion.executor import DiffusionExecutor
 from omnistage.diffusion.options import DiffusionOptions, read_options
 from omnistage.diffusion.scheduler import request_scheduler
+from omnistage.parallel.groups import open_process_groups
+from omnistage.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
@@ -28,6 +30,7 @@ class DiffusionRuntime:
         """Raises `ConfigurationError` or `UnsupportedCombinationError` for options that this
         version cannot serve."""
         options = read_options(stage.options)
+        _check_ranks(stage)
         make = SCHEDULERS.get(options.execution_mode)
         if make is None:
             raise ConfigurationError(
@@ -39,3 +42,12 @@ class DiffusionRuntime:
     @staticmethod
     def executor(stage: ResolvedStage, rank: int, world_size: int) -> DiffusionExecutor:
         return DiffusionExecutor(stage, read_options(stage.options), rank, world_size)
+
+
+def _check_ranks(stage: ResolvedStage) -> None:
+    open_process_groups(Topology.of(stage.parallel), rank=0).close()
+    ranks = stage.parallel.world_size
+    if ranks > 1:
+        raise UnsupportedCombinationError(
+            f"a diffusion stage of {ranks} ranks is not there yet; use one device"
+        )

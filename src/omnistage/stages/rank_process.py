@@ -141,8 +141,11 @@ def _answer_error(link: LeaderLink, rank: int, sequence: int, error: Exception) 
 
 def serve(launch: RankLaunch, link: LeaderLink) -> None:
     """The rank's one loop."""
-    runtime = load_object(launch.stage.stage.runtime)
-    executor: Executor = runtime.executor(launch.stage, launch.rank, launch.world_size)
+    executor = _make_executor(launch, link)
+    if executor is None:
+        while not isinstance(link.receive()[0], RankStop):
+            pass  # Its leader reads why, and ends it.
+        return
     clock = OperationClock(launch.stage.operation_limits_s)
     context = RankContext(link, clock, launch)
     try:
@@ -160,6 +163,17 @@ def serve(launch: RankLaunch, link: LeaderLink) -> None:
                 raise ProtocolError(f"a verdict outside a command: {message!r}")
     finally:
         executor.close()
+
+
+def _make_executor(launch: RankLaunch, link: LeaderLink) -> Executor | None:
+    """None when the runtime refuses; the leader has been told why, as it would be of a load."""
+    try:
+        runtime = load_object(launch.stage.stage.runtime)
+        executor: Executor = runtime.executor(launch.stage, launch.rank, launch.world_size)
+    except Exception as error:
+        _answer_error(link, launch.rank, 0, error)
+        return None
+    return executor
 
 
 def _load(executor: Executor, link: LeaderLink, rank: int) -> None:

@@ -142,13 +142,13 @@ class Replica:
         started = time.monotonic()
         runtime = load_object(self.stage.stage.runtime)
         world_size = self.stage.parallel.world_size
+        self._scheduler = runtime.scheduler(self.stage)  # Refuses before any process is started.
         self._ranks = RankGroup(
             self.stage,
             self.replica_id,
             self._log,
             lambda rank, code: self._on_rank_exit(self, rank, code),
         )
-        self._scheduler = runtime.scheduler(self.stage)
         self._executor = runtime.executor(self.stage, 0, world_size)
         self._ranks.begin_load()
         description = self._executor.load(self._report_load)
