@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
 
-from omnistage.cli.load import Load, Measurement
+from omnistage.cli.load import Load, Measurement, measure
+from omnistage.contracts.errors import ConfigurationError, UnavailableError
 
 TEN = Measurement(elapsed_s=4.0, pictures=20, latencies_s=[float(i) for i in range(10, 0, -1)])
 
@@ -34,3 +36,24 @@ def test_the_same_load_asks_for_the_same() -> None:
     other = load.for_model("other").body(0)
     assert other == bodies[0] | {"model": "other"}
     assert "size" not in Load(model="m", requests=1, concurrency=1).body(0)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "error", "words"),
+    [
+        (0, UnavailableError, "the connection broke: RemoteProtocolError"),
+        (1, ConfigurationError, r"no server answers at .* \(RemoteProtocolError\)"),
+    ],
+)
+async def test_a_server_that_breaks_off_is_said_in_words(
+    warmup: int, error: type[Exception], words: str
+) -> None:
+    async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.close()
+
+    load = Load(model="m", requests=2, concurrency=1, warmup=warmup, timeout_s=30)
+    async with await asyncio.start_server(break_off, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(error, match=words):
+            await measure(f"http://{host}:{port}", load)

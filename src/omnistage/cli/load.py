@@ -107,7 +107,7 @@ async def measure(url: str, load: Load) -> Measurement:
             for index in range(load.warmup):
                 await client.post(GENERATIONS, json=load.body(index))
             result = await _run(client, load)
-        except (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             raise unreachable(url, error) from error
     if not result.latencies_s:
         raise UnavailableError(f"no request succeeded; the first answer: {result.failures[0]}")
@@ -127,6 +127,9 @@ async def _run(client: Any, load: Load) -> Measurement:
                 response = await client.post(GENERATIONS, json=load.body(index))
             except httpx.TimeoutException:
                 result.failures.append(f"no answer within {load.timeout_s:g} s")
+                continue
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                result.failures.append(f"the connection broke: {type(error).__name__}")
                 continue
             elapsed_s = time.perf_counter() - started
             if response.status_code != 200:
