@@ -27,6 +27,7 @@ def test_a_request_id_is_in_the_answer_and_in_the_log(server: Server) -> None:
 
 def test_log_entries_of_the_server_and_its_replica_have_one_form(server: Server) -> None:
     entries = server.log_entries()
+    assert " request_id=" not in server.log, "a line in the other form"
     assert any("loading" in str(entry["message"]) for entry in entries)
     assert all({"time", "level", "message", "request_id"} <= set(entry) for entry in entries)
 

@@ -29,6 +29,7 @@ from omnistage.contracts.sampling import (
     GenericParams,
     OmniDiffusionSamplingParams,
     OmniTokenSamplingParams,
+    SamplingParams,
 )
 from omnistage.platforms.presence import visible_accelerators
 
@@ -42,12 +43,13 @@ _PLAIN_STAGE_KEYS = tuple(
     and name not in ("device", "devices", "process", "restart", "operation_limits")
 )
 
-_PARAMS_BY_EXECUTION: dict[ExecutionType, type[msgspec.Struct]] = {
+PARAMS_BY_EXECUTION: dict[ExecutionType, type[SamplingParams]] = {
     ExecutionType.LLM_AR: OmniTokenSamplingParams,
     ExecutionType.LLM_GENERATION: GenericParams,
     ExecutionType.DIFFUSION: OmniDiffusionSamplingParams,
     ExecutionType.GENERIC: GenericParams,
 }
+"""What a request may ask of each kind of stage."""
 
 
 def resolve_config(
@@ -154,7 +156,7 @@ def _check_restart(stage: StageConfig, restart: RestartPolicy) -> None:
 
 def _check_sampling_defaults(stage: StageConfig, defaults: dict[str, Any]) -> None:
     """Names and types against the parameters of this kind of stage."""
-    struct = _PARAMS_BY_EXECUTION[stage.execution_type]
+    struct = PARAMS_BY_EXECUTION[stage.execution_type]
     where = f"stage {stage.stage_id}: default_sampling_params"
     names = [field.name for field in msgspec.structs.fields(struct)]
     for name in defaults:

@@ -37,7 +37,7 @@ ITEM_BYTES = {
 }
 """Bytes an element takes, by torch's name of the dtype."""
 
-_NOT_IN_NUMPY = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+NOT_IN_NUMPY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class HostTensor:
 
     def numpy(self) -> np.ndarray:
         """A read-only or shared view. bfloat16 and float8 have no numpy dtype: use `torch()`."""
-        if self.dtype in _NOT_IN_NUMPY:
+        if self.dtype in NOT_IN_NUMPY:
             raise InvalidRequestError(f"numpy has no dtype {self.dtype}; ask for float32 output")
         return np.frombuffer(self.buffer, dtype=np.dtype(self.dtype)).reshape(self.shape)
 

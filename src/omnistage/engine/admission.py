@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from omnistage.config.pipeline import ENTRY, ExecutionType, PipelineConfig
+from omnistage.config.pipeline import ENTRY, PipelineConfig
+from omnistage.config.resolve import PARAMS_BY_EXECUTION
 from omnistage.config.resolved import OmniConfig
 from omnistage.contracts.errors import InvalidRequestError
 from omnistage.contracts.identity import RequestIdentity, new_request_id
@@ -19,21 +20,13 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.requests import OmniRequest, PromptLike
 from omnistage.contracts.sampling import (
-    GenericParams,
     OmniDiffusionSamplingParams,
-    OmniTokenSamplingParams,
     SamplingParams,
     merge_defaults,
 )
 from omnistage.engine.request_state import Child
 from omnistage.stages.imports import load_object
 
-PARAMS_OF: dict[ExecutionType, type[SamplingParams]] = {
-    ExecutionType.DIFFUSION: OmniDiffusionSamplingParams,
-    ExecutionType.LLM_AR: OmniTokenSamplingParams,
-    ExecutionType.LLM_GENERATION: GenericParams,
-    ExecutionType.GENERIC: GenericParams,
-}
 _PROMPT_KEYS = ("prompt", "negative_prompt", "multi_modal_data")
 _MEDIA_KEYS = ("image", "mask")
 
@@ -158,7 +151,7 @@ def stage_params(
                 f"sampling_params_list has {len(by_stage)} entries, the model {len(stages)} stages",
                 param="sampling_params_list",
             )
-    kinds = [PARAMS_OF[stage.stage.execution_type] for stage in stages]
+    kinds = [PARAMS_BY_EXECUTION[stage.stage.execution_type] for stage in stages]
     if single is not None and not any(isinstance(single, kind) for kind in kinds):
         wanted = " or ".join(sorted({kind.__name__ for kind in kinds}))
         raise InvalidRequestError(

@@ -10,9 +10,7 @@ from PIL import Image
 from omnistage.contracts.errors import OmniError, RequestCancelledError
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.outputs import FinishReason, OmniRequestOutput
-from omnistage.contracts.tensors import HostTensor
-
-_NOT_IN_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+from omnistage.contracts.tensors import NOT_IN_NUMPY, HostTensor
 
 
 def materialize(output: OmniRequestOutput) -> OmniRequestOutput:
@@ -35,7 +33,7 @@ def materialize(output: OmniRequestOutput) -> OmniRequestOutput:
 
 
 def _array(tensor: Any) -> Any:
-    if isinstance(tensor, HostTensor) and tensor.dtype not in _NOT_IN_NUMPY:
+    if isinstance(tensor, HostTensor) and tensor.dtype not in NOT_IN_NUMPY:
         return tensor.numpy().copy()
     return tensor
 
