@@ -7,10 +7,13 @@ import pytest
 
 from omnistage.api.errors import error_body, error_headers, field_path
 from omnistage.contracts.errors import (
+    CheckpointError,
+    ConfigurationError,
     DeadlineExceededError,
     InternalError,
     OmniError,
     OverloadedError,
+    ProtocolError,
     RequestCancelledError,
     StageLostError,
     UnavailableError,
@@ -19,6 +22,8 @@ from omnistage.contracts.errors import (
 from tests.api.fake_engine import FakeEngine
 
 GENERATIONS = "/v1/images/generations"
+FOR_THE_LOG = (ProtocolError, ConfigurationError)
+HIDDEN = "internal error; the server's log has the details under this request id"
 
 
 @pytest.mark.invariant("ERR-INV-210")
@@ -32,7 +37,7 @@ async def test_every_class_of_error_renders_with_its_status_and_type(
     assert response.status_code == error.status
     assert response.json() == {
         "error": {
-            "message": "what went wrong",
+            "message": HIDDEN if isinstance(error, FOR_THE_LOG) else "what went wrong",
             "type": error.type,
             "param": "size",
             "code": error.status,
@@ -85,6 +90,23 @@ async def test_detail_goes_to_the_log_only(
     assert "Traceback" not in response.text
     assert len(caplog.records) == 1
     assert "Traceback of the replica" in caplog.text
+
+
+@pytest.mark.invariant("ERR-INV-211")
+@pytest.mark.parametrize("kind", [ProtocolError, CheckpointError])
+async def test_messages_that_name_our_processes_and_paths_stay_inside(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[OmniError],
+) -> None:
+    engine.error = kind("descriptor 7 of process 4242, /srv/models/secret")
+    with caplog.at_level(logging.ERROR):
+        response = await client.post(GENERATIONS, json={"prompt": "x"})
+    assert (response.status_code, response.json()["error"]["type"]) == (500, kind.type)
+    assert "4242" not in response.text
+    assert "/srv" not in response.text
+    assert "descriptor 7 of process 4242, /srv/models/secret" in caplog.text
 
 
 async def test_refusing_work_is_no_error_in_the_log(

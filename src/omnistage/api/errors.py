@@ -15,10 +15,12 @@ from starlette.responses import JSONResponse
 
 from omnistage.contracts.errors import (
     AuthenticationError,
+    ConfigurationError,
     InvalidRequestError,
     NotFoundError,
     OmniError,
     OverloadedError,
+    ProtocolError,
     RequestCancelledError,
     StageLostError,
     UnavailableError,
@@ -29,8 +31,11 @@ from omnistage.observability.logging import get_logger
 logger = get_logger(__name__)
 
 _RETRYABLE = (OverloadedError, UnavailableError, StageLostError)
+_FOR_THE_LOG = (ProtocolError, ConfigurationError)
+"""Their messages name processes and paths of this host."""
 _MAX_REPORTED_ERRORS = 3
 _MAX_VALUE_CHARS = 60
+_FAULT_OF_OURS = "internal error; the server's log has the details under this request id"
 
 
 class MethodNotAllowedError(InvalidRequestError):
@@ -42,7 +47,7 @@ def error_body(error: OmniError) -> dict[str, Any]:
     place for."""
     return {
         "error": {
-            "message": error.message,
+            "message": _FAULT_OF_OURS if isinstance(error, _FOR_THE_LOG) else error.message,
             "type": error.type,
             "param": error.param,
             "code": error.status,

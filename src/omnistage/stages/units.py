@@ -165,7 +165,8 @@ class ProcessUnit:
         self._owner.unit_message(self, message, frames)
 
     def _on_malformed(self, error: ProtocolError) -> None:
-        self.kill(StageLostError(f"a stage broke the protocol: {error}; please retry"))
+        logger.error("a stage broke the protocol: %s", error)
+        self.kill(StageLostError("a stage broke the protocol; please retry"))
 
     def _on_exit(self, code: int) -> None:
         assert self._line is not None

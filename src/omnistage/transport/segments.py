@@ -165,8 +165,9 @@ def _unreachable(segment: SharedSegment, error: OSError) -> OmniError:
     """A dying process loses its descriptors before it looks dead, so a missing one means loss."""
     if isinstance(error, FileNotFoundError | ProcessLookupError):
         return StageLostError(
-            f"process {segment.pid} died, or took its output back, before it was read",
-            detail=str(error),
+            "the stage that made this data died, or took its output back, before it was read; "
+            "please retry",
+            detail=f"process {segment.pid}: {error}",
         )
     if isinstance(error, PermissionError):
         return ProtocolError(
