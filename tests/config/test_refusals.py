@@ -90,6 +90,14 @@ def test_unknown_overrides(kwargs: dict[str, Any], message: str) -> None:
             "lb_policy is 'round_robin'; allowed: least-queue-length, round-robin, random; "
             "did you mean 'round-robin'?",
         ),
+        (
+            "device: gpu",
+            "device is 'gpu'; allowed: auto, cpu, cuda; did you mean 'cuda'?",
+        ),
+        (
+            "dtype: fp16",
+            "dtype is 'fp16'; allowed: auto, float32, bfloat16, float16; did you mean 'float16'?",
+        ),
         ("dtype: 7", "dtype is 7; allowed: auto, float32, bfloat16, float16"),
         ("process: a/b", "process is 'a/b'; expected str matching regex"),
         ("limits: [1]", "limits must be a mapping of keys to values, got [1]"),

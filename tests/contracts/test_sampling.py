@@ -84,3 +84,36 @@ def test_steps_of_the_caller_win_over_a_quality() -> None:
     assert merge_defaults(given, {"num_inference_steps": 8}).num_inference_steps == 3
     open_ = OmniDiffusionSamplingParams(quality="high")
     assert merge_defaults(open_, {"num_inference_steps": 8}).quality == "high"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_inference_steps": "many"}, "num_inference_steps is 'many': expected int"),
+        ({"seed": 1.5}, "seed is 1.5: expected int"),
+        ({"seed": True}, "seed is True: expected int"),
+        ({"sigmas": ["a"]}, "sigmas is ['a']: expected float"),
+        ({"extra_args": 3}, "extra_args is 3: expected object"),
+    ],
+)
+@pytest.mark.parametrize("defaults", [{}, {"height": 64}])
+def test_a_value_of_a_wrong_type_is_refused_before_it_is_sent(
+    wrong: dict[str, Any], words: str, defaults: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        merge_defaults(OmniDiffusionSamplingParams(**wrong), defaults)
+    assert caught.value.message.startswith(words)
+    assert caught.value.param == next(iter(wrong))
+
+
+def test_integers_pass_for_floats_and_tensors_for_anything() -> None:
+    tensor = object()
+    params = OmniDiffusionSamplingParams(
+        guidance_scale=3,
+        latents=tensor,
+        extra_args={"x": tensor},  # type: ignore[arg-type]
+    )
+    merged = merge_defaults(params, {"height": 64})
+    assert isinstance(merged, OmniDiffusionSamplingParams)
+    assert merged.latents is tensor
+    assert merged.extra_args == {"x": tensor}

@@ -20,7 +20,9 @@ def test_a_local_directory_is_itself(tmp_path, monkeypatch):
     assert resolve_model("~/owner") == (tmp_path / "owner").resolve()
 
 
-@pytest.mark.parametrize("model", ["/no/such/place", "a b/c", "name", "a/b/c", ""])
+@pytest.mark.parametrize(
+    "model", ["/no/such/place", "a b/c", "name", "a/b/c", "", "./missing", "../x"]
+)
 def test_what_can_be_no_model_is_said_to_be_none(model):
     with pytest.raises(CheckpointError, match="neither an existing directory nor a hub id"):
         resolve_model(model)

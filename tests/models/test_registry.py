@@ -142,3 +142,11 @@ def test_finding_a_pipeline_loads_neither_torch_nor_diffusers(model_folder):
         [sys.executable, "-c", statement], capture_output=True, text=True, check=True, timeout=60
     )
     assert result.stdout.strip() == "set()"
+
+
+def test_a_misspelt_bundled_name_is_not_looked_for_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("omnistage.models.registry.resolve_model", None)
+    with pytest.raises(CheckpointError, match="did you mean 'omnistage/tiny-image'"):
+        find_pipeline("omnistage/tiny-imag")

@@ -27,6 +27,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _MAX_URL_CHARS = 8192
+_HTTP_HINT = " (the operator can start the server with --allow-http-media)"
 _MAX_ADDRESSES_TRIED = 4
 
 
@@ -160,7 +161,7 @@ class MediaFetcher:
         if parts.scheme not in allowed:
             raise InvalidRequestError(
                 f"the picture's URL has the scheme {parts.scheme!a}; fetched are: "
-                f"{', '.join(allowed)}"
+                f"{', '.join(allowed)}{_HTTP_HINT if parts.scheme == 'http' else ''}"
             )
         if parts.username is not None or parts.password is not None:
             raise InvalidRequestError("the picture's URL holds credentials; leave them out")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -23,15 +25,15 @@ REQUEST_DEADLINE_S = 300.0
 
 _GO_ON = """\
 go on:
-  your own prompt   omnistage generate --prompt "a large green triangle" --output triangle.png
-  a server          omnistage serve {model} --port 8000
+  your own prompt   {command} generate --prompt "a large green triangle" --output triangle.png
+  a server          {command} serve {model} --port 8000
   ask it            curl http://127.0.0.1:8000/v1/images/generations \\
                       -H 'Content-Type: application/json' \\
                       -d '{{"prompt": "{prompt}"}}'
   from Python       from openai import OpenAI
                     client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
                     client.images.generate(model="{model}", prompt="{prompt}")
-  another model     omnistage serve PATH_OR_HUB_ID   (any diffusers pipeline that makes pictures)
+  another model     {command} serve PATH_OR_HUB_ID   (any diffusers pipeline that makes pictures)
 """
 
 
@@ -62,8 +64,20 @@ def run(args: argparse.Namespace) -> int:
     width, height = open_picture(data).size
     print(f"a {width}x{height} picture after {elapsed_s:.1f} s: {path}")
     print("the server has stopped\n")
-    print(_GO_ON.format(model=DEFAULT_MODEL, prompt=PROMPT), end="")
+    print(_GO_ON.format(command=shown_command(), model=DEFAULT_MODEL, prompt=PROMPT), end="")
     return 0
+
+
+def shown_command() -> str:
+    """How this shell would start us: the bare name only where it leads here."""
+    ours = Path(sys.executable).with_name("omnistage")
+    on_path = shutil.which("omnistage")
+    if on_path is not None and Path(on_path) == ours:
+        return "omnistage"
+    if not ours.exists():
+        return f"{sys.executable} -m omnistage"
+    within = Path.cwd() in ours.parents[1:]
+    return str(ours.relative_to(Path.cwd()) if within else ours)
 
 
 def _ask(url: str, prompt: str, seed: int) -> bytes:

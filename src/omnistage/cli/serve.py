@@ -55,7 +55,7 @@ def add_arguments(parser: CommandParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"key that clients must send; repeat for more (also from {API_KEY_VARIABLE})",
+        help=f"key that clients must send; repeat for more (without it: {API_KEY_VARIABLE})",
     )
     http.add_argument(
         "--max-generated-image-size",
@@ -64,9 +64,9 @@ def add_arguments(parser: CommandParser) -> None:
         help="largest picture a request may ask for, by pixels (7680x4320)",
     )
     for name, meaning in _COUNTS.items():
-        http.add_argument(_flag(name), type=at_least_one, metavar="N", help=meaning)
+        http.add_argument(_flag(name), type=at_least_one, metavar="N", help=_help(name, meaning))
     for name, meaning in _SECONDS.items():
-        http.add_argument(_flag(name), type=number, metavar="S", help=meaning)
+        http.add_argument(_flag(name), type=number, metavar="S", help=_help(name, meaning))
     for name, meaning in _SWITCHES.items():
         http.add_argument(_flag(name), action="store_true", default=None, help=meaning)
     http.add_argument(
@@ -121,6 +121,13 @@ def _stop_at_end_of_stdin() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _help(name: str, meaning: str) -> str:
+    from omnistage.api.settings import ApiSettings
+
+    default = getattr(ApiSettings, name)
+    return f"{meaning} ({round(default) if name.endswith('_s') else default})"
 
 
 def _flag(name: str) -> str:

@@ -20,9 +20,22 @@ class FlagText(str):
     """A value as it stood on the command line: still to be parsed as what its key expects."""
 
 
+_NICKNAMES = {
+    "gpu": "cuda",
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+"""What people call a value whose name is not close, or less close than a wrong one."""
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that a person most likely meant, if any is close."""
-    candidates = {choice.lower().replace("-", "_"): choice for choice in allowed}
+    nickname = _NICKNAMES.get(name.lower())
+    if nickname in (choices := list(allowed)):
+        return nickname
+    candidates = {choice.lower().replace("-", "_"): choice for choice in choices}
     close = difflib.get_close_matches(name.lower().replace("-", "_"), candidates, n=1, cutoff=0.6)
     return candidates[close[0]] if close else None
 

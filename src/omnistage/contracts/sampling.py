@@ -6,7 +6,8 @@ pipeline's own signature supplies. Nothing downstream re-defaults.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -120,8 +121,11 @@ def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> Sampling
     """Fill what the caller left open from `defaults`; the caller's own values always win, a number
     of steps also over a `quality`.
 
-    Raises `InvalidRequestError` when a default names no field.
+    Raises `InvalidRequestError` when a default names no field, or a value of the caller's has
+    another type than its field: structs do not look when they are made, and the process that
+    decodes them must not be the first that does.
     """
+    _refuse_wrong_types(params)
     changes: dict[str, Any] = {}
     if isinstance(params, OmniDiffusionSamplingParams) and params.num_inference_steps is not None:
         changes["quality"] = None
@@ -136,3 +140,19 @@ def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> Sampling
         elif getattr(params, name) == unset[name]:
             changes[name] = value
     return msgspec.structs.replace(params, **changes)
+
+
+def _refuse_wrong_types(params: SamplingParams) -> None:
+    for name, expected in _field_types(type(params)).items():
+        value = getattr(params, name)
+        try:
+            msgspec.convert(value, expected)
+        except msgspec.ValidationError as error:
+            reason = str(error).replace("`", "").replace("Expected", "expected")
+            raise InvalidRequestError(f"{name} is {value!r}: {reason}", param=name) from None
+
+
+@cache
+def _field_types(kind: type[SamplingParams]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: hints[name] for name in kind.__struct_fields__ if hints[name] is not Any}

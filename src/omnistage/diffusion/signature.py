@@ -66,7 +66,7 @@ class CallSignature:
     def refuse(self, name: str) -> InvalidRequestError:
         """The error for a parameter that this pipeline does not take."""
         allowed = sorted(set(self._defaults) - OWNED_BY_RUNTIME)
-        nearest = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
+        nearest = difflib.get_close_matches(name, allowed, n=3, cutoff=0.6)
         hint = f"nearest: {', '.join(nearest)}" if nearest else f"it takes: {', '.join(allowed)}"
         return InvalidRequestError(
             f"{self.pipeline_class.__name__} does not take {name!r}; {hint}", param=name

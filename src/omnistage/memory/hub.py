@@ -15,7 +15,7 @@ and processors consist of."""
 VARIANTS = ("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema.*", "*.ema.*")
 """The same weights again, which `diffusers` takes only when asked for."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve_model(model: str) -> Path:

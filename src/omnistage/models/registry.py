@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from omnistage.config.checks import suggestion
 from omnistage.config.pipeline import PipelineConfig
 from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.hub import resolve_model
@@ -37,6 +38,9 @@ BUNDLED: dict[str, str] = {
     "omnistage/tiny-image": "omnistage.models.tiny_image.pipeline",
 }
 """By the name that users give."""
+
+BUNDLED_OWNER = "omnistage/"
+"""Names under it are never looked for on the hub, where someone else may own them."""
 
 FAMILIES: dict[str, str] = {}
 """By the `_class_name` of `model_index.json`; classes without a family of their own are generic."""
@@ -69,6 +73,8 @@ def find_pipeline(model: str) -> ModelEntry:
             pipeline=bundled.pipeline_config(read_index(folder)),
             served_name=model,
         )
+    if model.startswith(BUNDLED_OWNER) and not Path(model).exists():
+        raise CheckpointError(f"no model {model!r} comes along; {suggestion(model, BUNDLED)}")
     folder = resolve_model(model)
     index = read_index(folder)
     class_name = index.get("_class_name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -10,6 +11,10 @@ from pydantic_core import PydanticCustomError
 
 MAX_SEED = 2**63 - 1
 LONGEST_SIDE_PIXELS = 65_535
+_SIZE = re.compile(r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")
+
+_NICKNAMES = {"steps": "num_inference_steps", "cfg_scale": "guidance_scale"}
+"""What people call a field whose name is not close."""
 
 
 def unknown_field(
@@ -21,7 +26,8 @@ def unknown_field(
             "has no meaning for a model that makes images; leave it out",
             {"field": name},
         )
-    nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    nearest = [_NICKNAMES[name]] if _NICKNAMES.get(name) in allowed else []
+    nearest = nearest or difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
     hint = f"did you mean '{nearest[0]}'?" if nearest else f"allowed: {', '.join(sorted(allowed))}"
     return PydanticCustomError(
         "unknown_field", "unknown field; {hint}", {"field": name[:80], "hint": hint}
@@ -61,6 +67,16 @@ def _no_nul(text: str) -> str:
     return text
 
 
+def _is_size(text: str) -> str:
+    if not _SIZE.fullmatch(text):
+        raise PydanticCustomError(
+            "size",
+            'no size; write WIDTHxHEIGHT in pixels (at most 5 digits each), such as "1024x768", '
+            'or "auto"',
+        )
+    return text
+
+
 NO_NUL = AfterValidator(_no_nul)
 CleanText = Annotated[str, NO_NUL]
 PromptText = Annotated[str, Field(min_length=1, description="What to draw."), NO_NUL]
@@ -68,9 +84,10 @@ ModelName = Annotated[str, Field(min_length=1, max_length=512), NO_NUL]
 Size = Annotated[
     str,
     Field(
-        pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
         description='Width and height in pixels, such as "1024x768", or "auto".',
+        json_schema_extra={"pattern": _SIZE.pattern},
     ),
+    AfterValidator(_is_size),
 ]
 Side = Annotated[int, Field(ge=1, le=LONGEST_SIDE_PIXELS)]
 
