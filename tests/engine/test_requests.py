@@ -170,3 +170,12 @@ def test_health_tells_the_truth_of_every_state() -> None:
 def test_identities_are_printed_with_their_child() -> None:
     identity = RequestIdentity(request_id="r")
     assert [str(identity), str(identity.child(2))] == ["r", "r#2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("request_id", 5), ("priority", "high"), ("timeout_s", "1"), ("num_children", True)],
+)
+def test_arguments_of_a_wrong_type_are_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match="must be of type"):
+        make_request(toy_config(ranks=1), "a prompt", None, **{name: value})  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ class DiffusionOptions:
     """
 
     execution_mode: str = "request"
-    max_queued_requests: int = 256
+    max_queued_requests: int = 4096
     max_pixels: int = MAX_GENERATED_PIXELS
     image_input: str = "optional"
     max_images: int = 1

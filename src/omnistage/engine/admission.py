@@ -6,6 +6,7 @@ import difflib
 import math
 import time
 from collections.abc import Callable, Sequence
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -46,6 +47,11 @@ def make_request(
     num_children: int = 1,
 ) -> OmniRequest:
     """Raises `InvalidRequestError` that names the offending argument."""
+    _check_type("request_id", request_id, str)
+    _check_type("trace_context", trace_context, str)
+    _check_type("timeout_s", timeout_s, int | float)
+    _check_type("priority", priority, int)
+    _check_type("n", num_children, int)
     inputs = prompt if isinstance(prompt, StageData) else prompt_data(prompt)
     params = stage_params(config, sampling_params, sampling_params_list)
     params = _tensors_to_inputs(params, inputs)
@@ -69,6 +75,16 @@ def make_request(
         streaming_input=streaming_input,
         num_children=num_children,
         prompt=None if isinstance(prompt, StageData) else prompt,
+    )
+
+
+def _check_type(name: str, value: object, allowed: type | UnionType) -> None:
+    """None is always allowed; True and False are no numbers here."""
+    if value is None or (isinstance(value, allowed) and not isinstance(value, bool)):
+        return
+    kind = allowed.__name__ if isinstance(allowed, type) else "number"
+    raise InvalidRequestError(
+        f"{name} must be of type {kind}, got {type(value).__name__}", param=name
     )
 
 

@@ -36,10 +36,11 @@ class ProgressReport:
         self._advance(request_id, 1.0)
 
     def _advance(self, request_id: str, fraction: float) -> None:
-        step = fraction - self._done.get(request_id, 0.0)
-        if step > 0 and self._bar is not None:
-            self._done[request_id] = fraction
-            self._bar.update(step)
+        if self._bar is None or fraction <= self._done.get(request_id, 0.0):
+            return
+        self._done[request_id] = fraction
+        total = min(round(sum(self._done.values()), 6), float(self._bar.total))
+        self._bar.update(max(0.0, total - self._bar.n))
 
     def __enter__(self) -> Self:
         return self
