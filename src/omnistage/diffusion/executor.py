@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnistage.attention.registry import apply_backend, select_backend
 from omnistage.contracts.errors import (
     ConfigurationError,
     InternalError,
@@ -62,6 +63,7 @@ class DiffusionExecutor:
         """Build the pipeline by plan. Raises `ConfigurationError` for one that cannot be served
         or a default that it does not take."""
         stage = self._stage
+        backend = select_backend(self._device, self._options.attention_backend)
         plan = plan_pipeline(
             Path(stage.model_path),
             dtype=stage.dtype,
@@ -70,7 +72,8 @@ class DiffusionExecutor:
         )
         pipeline = load_pipeline(plan, report)
         pipeline.set_progress_bar_config(disable=True)
-        find_parts(pipeline)
+        for denoiser in find_parts(pipeline).denoisers.values():
+            apply_backend(denoiser, backend)
         self._check_defaults(pipeline)
         try:
             for feature in ("tiling", "slicing"):
@@ -85,6 +88,7 @@ class DiffusionExecutor:
             "pipeline_class": type(pipeline).__name__,
             "device": self._device,
             "dtype": plan.dtype,
+            "attention_backend": backend.name,
             "weight_bytes": plan.total_bytes,
             "components": {
                 name: type(part).__name__

@@ -19,6 +19,7 @@ class DiffusionOptions:
     bounds height x width of one picture. `image_input` says what the pipeline does with pictures:
     "optional", or "required" when it has nothing to do without one; `max_images` how many of them
     one request may bring. `vae_tiling` and `vae_slicing` None leave the checkpoint's setting.
+    `attention_backend` is a name of `attention.registry`, None the library's default.
     """
 
     execution_mode: str = "request"
@@ -28,6 +29,7 @@ class DiffusionOptions:
     max_images: int = 1
     vae_tiling: bool | None = None
     vae_slicing: bool | None = None
+    attention_backend: str | None = None
 
 
 _INTEGERS = ("max_queued_requests", "max_pixels", "max_images")
