@@ -21,7 +21,7 @@ from training.tiny_image.prompts import Request, write_prompt
 from training.tiny_image.scenes import IMAGE_SIZE, random_held_out_scene
 
 RECOMMENDED_STEPS = 10
-RECOMMENDED_GUIDANCE = 1.0
+RECOMMENDED_GUIDANCE = 2.0
 
 
 def held_out_requests(count: int, things: int, seed: int = 2024) -> list[Request]:
@@ -37,7 +37,7 @@ def draw(
     *,
     steps: int = RECOMMENDED_STEPS,
     guidance: float = RECOMMENDED_GUIDANCE,
-    batch_size: int = 16,
+    batch_size: int = 4,
 ) -> list[np.ndarray]:
     """Draw every prompt at the native size, seeded by its index: uint8 [128, 128, 3] each."""
     pictures = []

@@ -5,7 +5,6 @@ low-resolution half of the decoder runs on whole pictures, the dear high-resolut
 windows around the things; so this stage is quick enough for a CPU.
 """
 
-import math
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,24 +14,26 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageDecoder3d
 from torch import Tensor
-from training.tiny_image.autoencoder import (
-    decode_images,
-    edges,
-    encode_moments,
-    single_frame_convolutions,
-)
-from training.tiny_image.loop import Schedule, build_optimizer, run_steps
+from training.tiny_image.autoencoder import edges, encode_moments, single_frame_convolutions
+from training.tiny_image.loop import Schedule
+from training.tiny_image.muon import Muon
 from training.tiny_image.render import batch_scenes, render
 from training.tiny_image.scenes import GAP, IMAGE_SIZE, Disc, lay_out, random_training_scene
 
 CELL = 4  # pixels per cell where the windows are cut: after the first of three upsamplings
 WINDOW = 14  # cells per side of a window
+LAST_CORNER = IMAGE_SIZE // CELL - WINDOW  # the furthest column or row a window can start at
 MARGIN = 2  # cells at a window's border that lack their surroundings and so do not count
+BORDER_SHARE = 0.15  # of the windows lie anywhere along the border of the picture
+LARGE_SHARE = 0.3  # of the scenes that show a large thing are kept: small things need the practice
 LATENT_NOISE = 0.08  # of a latent's deviation: about what the transformer leaves behind
-PEAK_LEARNING_RATE = 6e-4
+KERNEL_RATE = 0.006  # Muon's learning rate, for convolutions
+VECTOR_RATE = 6e-4  # Adam's, for everything else
 EMA_DECAY = 0.995
-STEPS_PER_SAVE = 400
-FIRST_SCENES = 48  # encoded before the first step; every step adds one more
+FIRST_SCENES = 48  # encoded before the first step; every other step adds one more
+STEPS_PER_LOG = 200
+Corner = tuple[int, int]  # column and row of a window's first cell
+Windows = tuple[Tensor, list[list[Corner]], Tensor, Tensor]
 
 
 class ScenePool:
@@ -44,17 +45,13 @@ class ScenePool:
         self._deviation = torch.tensor(autoencoder.config.latents_std).view(-1, 1, 1)
         self._entries: list[tuple[Tensor, Tensor, tuple[Disc, ...]]] = []
 
-    def contents(self) -> tuple[Tensor, Tensor]:
-        """All latents [N, 16, 16, 16] and images [N, 3, 128, 128]."""
-        latents, images, _ = zip(*self._entries, strict=True)
-        return torch.stack(latents), torch.stack(images)
-
     def grow(self, count: int) -> None:
         """Encode `count` new scenes."""
         scenes = []
         while len(scenes) < count:
             scene = random_training_scene(self._rng)
-            if len(scene.things) == 2:
+            has_large = any(thing.size == "large" for thing in scene.things)
+            if len(scene.things) == 2 and not (has_large and self._rng.random() > LARGE_SHARE):
                 scenes.append(scene)
         layouts = [lay_out(scene, self._rng) for scene in scenes]
         images = render(batch_scenes(scenes, layouts))
@@ -62,15 +59,17 @@ class ScenePool:
             latents, _ = encode_moments(self._autoencoder, images)
         self._entries += zip(latents, images, layouts, strict=True)
 
-    def _corner(self, disc: Disc) -> tuple[int, int]:
-        """Column and row, in cells, of a window that shows some of the thing's outline."""
+    def _corner(self, disc: Disc) -> Corner:
+        """A window that shows some of the thing's outline, or any along the picture's border."""
+        if self._rng.random() < BORDER_SHARE:
+            along, side = self._rng.randint(0, LAST_CORNER), self._rng.choice((0, LAST_CORNER))
+            return self._rng.choice(((along, side), (side, along)))
         reach = max(disc.radius - WINDOW * CELL / 4, GAP)
         centre = (value + self._rng.uniform(-reach, reach) for value in (disc.x, disc.y))
-        highest = IMAGE_SIZE // CELL - WINDOW
-        return tuple(min(max(round(v / CELL - WINDOW / 2), 0), highest) for v in centre)
+        return tuple(min(max(round(v / CELL - WINDOW / 2), 0), LAST_CORNER) for v in centre)
 
-    def sample(self, count: int) -> tuple[Tensor, list[list[tuple[int, int]]], Tensor]:
-        """Noisy latents [N, 16, 16, 16], two window corners each, and windows [2N, 3, 56, 56]."""
+    def sample(self, count: int) -> Windows:
+        """Noisy latents [N, 16, 16, 16], two corners each, windows and masks [2N, ., 56, 56]."""
         entries = self._rng.choices(self._entries, k=count)
         latents = torch.stack([latent for latent, _, _ in entries])
         latents = latents + LATENT_NOISE * self._deviation * torch.randn_like(latents)
@@ -81,10 +80,22 @@ class ScenePool:
             for (_, image, _), pair in zip(entries, corners, strict=True)
             for x, y in pair
         ]
-        return latents, corners, torch.stack(targets)
+        masks = [inner_mask(corner) for pair in corners for corner in pair]
+        return latents, corners, torch.stack(targets), torch.stack(masks)
 
 
-def _decode_cells(decoder: QwenImageDecoder3d, cells: Tensor) -> Tensor:
+def inner_mask(corner: Corner) -> Tensor:
+    """1 where a window's pixels count: all but its margins inside the picture.  [1, 56, 56]."""
+    mask = torch.ones(1, WINDOW * CELL, WINDOW * CELL)
+    for start, axis in zip(corner, (2, 1), strict=True):
+        if start > 0:
+            mask.narrow(axis, 0, MARGIN * CELL).zero_()
+        if start < LAST_CORNER:
+            mask.narrow(axis, (WINDOW - MARGIN) * CELL, MARGIN * CELL).zero_()
+    return mask
+
+
+def decode_cells(decoder: QwenImageDecoder3d, cells: Tensor) -> Tensor:
     """The high-resolution half of the decoder: [N, 24, 1, h, w] -> float32 [N, 3, 4h, 4w]."""
     for block in decoder.up_blocks[1:]:
         cells = block(cells)
@@ -92,7 +103,7 @@ def _decode_cells(decoder: QwenImageDecoder3d, cells: Tensor) -> Tensor:
 
 
 def cut_windows(
-    autoencoder: AutoencoderKLQwenImage, latents: Tensor, corners: list[list[tuple[int, int]]]
+    autoencoder: AutoencoderKLQwenImage, latents: Tensor, corners: list[list[Corner]]
 ) -> Tensor:
     """Decode halfway and cut: latents [N, 16, 16, 16] -> cells [2N, 24, 1, 14, 14]."""
     decoder = autoencoder.decoder
@@ -106,6 +117,15 @@ def cut_windows(
     return torch.stack(windows)
 
 
+def window_psnr(autoencoder: AutoencoderKLQwenImage, windows: Windows) -> float:
+    """Peak signal-to-noise ratio in dB over the windows' inner pixels."""
+    latents, corners, targets, masks = windows
+    with torch.no_grad():
+        decoded = decode_cells(autoencoder.decoder, cut_windows(autoencoder, latents, corners))
+    squared = ((decoded.clamp(-1, 1) - targets) * masks).square().sum() / (3 * masks.sum())
+    return round(10 * torch.log10(4 / squared).item(), 2)
+
+
 def sharpen_decoder(
     autoencoder: AutoencoderKLQwenImage,
     schedule: Schedule,
@@ -116,7 +136,7 @@ def sharpen_decoder(
 ) -> None:
     """Train the decoder on the CPU until the schedule ends; `save` gets the averaged weights.
 
-    It is called now and then, too, so that a run of hours can be stopped at any time.
+    It is called now and then, too, so that a long run can be stopped at any time.
     """
     torch.manual_seed(seed)
     autoencoder.requires_grad_(False)
@@ -125,43 +145,37 @@ def sharpen_decoder(
         parameter.requires_grad_(True)
     average = deepcopy(autoencoder)
     averaged = [*average.decoder.parameters(), *average.post_quant_conv.parameters()]
-    groups = [{"params": parameters, "weight_decay": 0.0}]
-    optimizer, learning_rate = build_optimizer(groups, torch.device("cpu"))
-    decode_cells = torch.compile(_decode_cells, dynamic=False)
-    inner = slice(MARGIN * CELL, -MARGIN * CELL)
-    steps_done = 0
-
-    def step() -> dict[str, Tensor]:
-        nonlocal steps_done
-        optimizer.zero_grad(set_to_none=True)
-        pool.grow(1)
-        latents, corners, targets = pool.sample(batch_size)
-        decoded = decode_cells(autoencoder.decoder, cut_windows(autoencoder, latents, corners))
-        decoded, targets = decoded[:, :, inner, inner], targets[:, :, inner, inner]
-        edge = sum(F.l1_loss(a, b) for a, b in zip(edges(decoded), edges(targets), strict=True))
-        squared = F.mse_loss(decoded, targets)
-        (F.l1_loss(decoded, targets) + squared + edge).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(averaged, parameters, 1 - EMA_DECAY)
-        steps_done += 1
-        if steps_done % STEPS_PER_SAVE == 0:
-            log(step=steps_done, psnr_db=psnr())
-            save(deepcopy(average))
-        return {"window_psnr_db": 10 * torch.log10(4 / squared.detach())}
-
-    @torch.no_grad()
-    def psnr() -> float:
-        decoded = decode_images(average, latents_seen).clamp(-1, 1)
-        return round(10 * math.log10(4 / F.mse_loss(decoded, images_seen).item()), 2)
+    kernels = [p for p in parameters if p.ndim >= 4 and min(p.shape[0], p[0].numel()) > 3]
+    others = [p for p in parameters if all(p is not kernel for kernel in kernels)]
+    muon, adam = Muon(kernels), torch.optim.Adam(others, betas=(0.9, 0.99))
+    compiled = torch.compile(decode_cells, dynamic=False)
 
     with single_frame_convolutions():
         held_back = ScenePool(autoencoder, seed + 1)
-        held_back.grow(16)
-        latents_seen, images_seen = held_back.contents()
+        held_back.grow(24)
+        control = held_back.sample(24)
         pool = ScenePool(autoencoder, seed)
         pool.grow(FIRST_SCENES)
-        run_steps(step, schedule, learning_rate, PEAK_LEARNING_RATE, log)
-        log(step=steps_done, psnr_db=psnr())
+        for step in schedule.steps():
+            if step % 2:
+                pool.grow(1)
+            latents, corners, targets, masks = pool.sample(batch_size)
+            decoded = compiled(autoencoder.decoder, cut_windows(autoencoder, latents, corners))
+            ours, theirs = decoded * masks, targets * masks
+            edge = sum(F.l1_loss(a, b) for a, b in zip(edges(ours), edges(theirs), strict=True))
+            (F.l1_loss(ours, theirs) + F.mse_loss(ours, theirs) + edge).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            factor = schedule.learning_rate_factor()
+            muon.step(KERNEL_RATE * factor)
+            adam.param_groups[0]["lr"] = VECTOR_RATE * factor
+            adam.step()
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.no_grad():
+                torch._foreach_lerp_(averaged, parameters, 1 - EMA_DECAY)
+            if step % STEPS_PER_LOG == 0:
+                seconds = round(schedule.elapsed)
+                log(step=step, seconds=seconds, window_psnr_db=window_psnr(average, control))
+                save(deepcopy(average))
+        log(step=step, window_psnr_db=window_psnr(average, control))
     save(average)

@@ -16,6 +16,7 @@ def checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def pipeline(checkpoint: Path) -> QwenImagePipeline:
+    torch.set_num_threads(1)
     pipeline = DiffusionPipeline.from_pretrained(checkpoint, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
