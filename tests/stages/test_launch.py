@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -52,6 +53,22 @@ def test_a_child_that_dies_before_it_reads_is_reported() -> None:
         child = start_child("tests.stages.no_such_module", launch_of(1_000_000), codes.put)
         assert codes.get(timeout=20) == 1
         assert child.wait(1) == 1
+
+
+@pytest.mark.parametrize(("users", "childs"), [(None, b"PASSIVE"), ("ACTIVE", b"ACTIVE")])
+def test_idle_threads_of_a_child_do_not_spin(
+    monkeypatch: pytest.MonkeyPatch, users: str | None, childs: bytes
+) -> None:
+    """Unless the user says otherwise."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", users)
+    with nothing_left():
+        codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        child = start_child(CHILD, launch_of(padding=1), codes.put)
+        environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+        assert b"OMP_WAIT_POLICY=" + childs in environment
+        assert codes.get(timeout=20) == 33
 
 
 @pytest.mark.invariant("STAGE-INV-205")

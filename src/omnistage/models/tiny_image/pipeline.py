@@ -19,10 +19,11 @@ DEFAULT_SAMPLING_PARAMS: dict[str, Any] = {
     "height": 128,
     "width": 128,
     "num_inference_steps": 10,
-    "true_cfg_scale": 1.0,
+    "true_cfg_scale": 2.0,
+    "extra_args": {"negative_prompt": ""},
 }
 """Its native size (Qwen-Image's class would make 1024 x 1024), and what its training evaluates
-with: prompts are followed without guidance."""
+with: guidance against the empty prompt."""
 
 
 def checkpoint_folder() -> Path:
