@@ -77,7 +77,7 @@ BEFORE_LOADING: dict[str, tuple[Prepare, str]] = {
     "bad host": (serving("--host", "256.0.0.1"), "no address"),
     "bad media folder": (serving("--allowed-local-media-path", "/none"), "/none is no directory"),
     "output kind": (
-        words("generate", "--prompt", "x", "--output", "/tmp/cat.pmg"),
+        words("generate", "--prompt", "x", "--output", "cat.pmg"),
         "must end in one of .png, .jpg, .jpeg, .webp; did you mean '.png'?",
     ),
     "output folder": (

@@ -122,7 +122,7 @@ OutOfMemoryLookalike.__name__ = "OutOfMemoryError"
     [
         (MemoryError("host"), OutOfMemoryError),
         (OutOfMemoryLookalike("CUDA out of memory"), OutOfMemoryError),
-        (KeyError("/root/private"), InternalError),
+        (KeyError("/home/someone/private"), InternalError),
         (ValueError("bad"), InternalError),
     ],
 )
