@@ -69,8 +69,9 @@ def test_what_held_out_prompts_ask_for_is_where_they_ask_for_it(
     for attribute in ("count", "position", "background"):
         assert shares[1][attribute] >= 0.95
         assert shares[2][attribute] >= 0.90
-    assert shares[1]["colour"] >= 0.88
-    assert shares[1]["shape"] >= 0.60
+    assert shares[1]["colour"] >= 0.95
+    assert shares[1]["shape"] >= 0.72
+    assert shares[2]["exact"] >= 0.58
 
 
 @pytest.mark.slow
