@@ -68,7 +68,16 @@ def call_arguments(
     _add_extra(arguments, inputs.params.extra_args, defaults.get("extra_args", {}), signature)
     _add_texts(arguments, inputs, signature)
     _check_guidance(pipeline, arguments, inputs, defaults, signature)
+    _drop_idle_default(arguments, defaults)
     return arguments
+
+
+def _drop_idle_default(arguments: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Without guidance a default negative prompt does nothing, and `diffusers` warns about it."""
+    text = defaults.get("extra_args", {}).get("negative_prompt")
+    scale = arguments.get("true_cfg_scale")
+    if scale is not None and scale <= 1 and arguments.get("negative_prompt") == text:
+        arguments.pop("negative_prompt", None)
 
 
 def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions) -> None:
