@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from omnistage.contracts.identity import RequestIdentity
@@ -42,4 +42,3 @@ class OmniRequest:
     streaming_input: bool = False
     num_children: int = 1
     prompt: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.contracts.sampling import MAX_GENERATED_PIXELS
 
@@ -40,9 +40,9 @@ def read_options(values: Mapping[str, Any]) -> DiffusionOptions:
     known = [field.name for field in fields(DiffusionOptions)]
     for key in values:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed: {', '.join(known)}"
-            raise ConfigurationError(f"unknown option {key!r} of a diffusion stage; {hint}")
+            raise ConfigurationError(
+                f"unknown option {key!r} of a diffusion stage; {suggestion(key, known)}"
+            )
     options = DiffusionOptions(**values)
     for name in _INTEGERS:
         value = getattr(options, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from omnistage.config.checks import suggestion
 from omnistage.config.pipeline import ENTRY, PipelineConfig
 from omnistage.config.resolve import PARAMS_BY_EXECUTION
 from omnistage.config.resolved import OmniConfig
@@ -117,10 +117,8 @@ def prompt_data(prompt: PromptLike) -> StageData:
 def _known(given: dict[str, Any], allowed: Sequence[str], what: str) -> None:
     for key in given:
         if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InvalidRequestError(
-                f"unknown {what} {key!r}; allowed: {', '.join(allowed)}{hint}", param=str(key)
+                f"unknown {what} {key!r}; {suggestion(str(key), allowed)}", param=str(key)
             )
 
 
