@@ -34,8 +34,9 @@ def values_of(kind: mi.Type) -> st.SearchStrategy[Any]:
             return st.none()
         case mi.BoolType():
             return st.booleans()
-        case mi.IntType():
-            return st.integers(-(2**40), 2**40)
+        case mi.IntType(ge=least, le=most):
+            low, high = -(2**40), 2**40
+            return st.integers(low if least is None else least, high if most is None else most)
         case mi.FloatType():
             return st.floats(allow_nan=False)
         case mi.StrType():

@@ -94,10 +94,12 @@ def test_steps_of_the_caller_win_over_a_quality() -> None:
         ({"seed": True}, "seed is True: expected int"),
         ({"sigmas": ["a"]}, "sigmas is ['a']: expected float"),
         ({"extra_args": 3}, "extra_args is 3: expected object"),
+        ({"partial_images": 4}, "partial_images is 4: expected int <= 3"),
+        ({"partial_images": -1}, "partial_images is -1: expected int >= 0"),
     ],
 )
 @pytest.mark.parametrize("defaults", [{}, {"height": 64}])
-def test_a_value_of_a_wrong_type_is_refused_before_it_is_sent(
+def test_a_wrong_value_is_refused_before_it_is_sent(
     wrong: dict[str, Any], words: str, defaults: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:

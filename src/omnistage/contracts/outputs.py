@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
+PARTIAL_IMAGE_INDEX = "partial_image_index"
+"""The field that marks a stage's partial output as a preview."""
+
 
 class FinishReason(StrEnum):
     """How a request ended. Exactly one of them, exactly once."""
@@ -60,6 +63,12 @@ class OmniRequestOutput:
     stage_durations: dict[str, float] = field(default_factory=dict)
     peak_memory_mb: float | None = None
     error: OmniError | None = None
+
+    @property
+    def is_preview(self) -> bool:
+        """Whether these are unfinished pictures, which the final ones replace; `fields` hold
+        "partial_image_index", "step" and "total_steps"."""
+        return self.partial and PARTIAL_IMAGE_INDEX in self.fields
 
     @property
     def error_status_code(self) -> int | None:

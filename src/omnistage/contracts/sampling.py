@@ -7,11 +7,14 @@ pipeline's own signature supplies. Nothing downstream re-defaults.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from omnistage.contracts.errors import InvalidRequestError
+
+MAX_PARTIAL_IMAGES = 3
+"""OpenAI's bound on the previews of one request."""
 
 
 class OmniDiffusionSamplingParams(
@@ -36,6 +39,11 @@ class OmniDiffusionSamplingParams(
     num_outputs_per_prompt: int = 1
     seed: int | None = None
     generator_device: str | None = None
+    # previews
+    partial_images: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
+    """How many previews the stage emits before its final output. Each is a partial output: uint8
+    (n, height, width, 3) under "images", with "partial_image_index" (from 0), "step" and
+    "total_steps" in its fields. None and 0: no previews."""
     # latents
     latents: Any = None
     audio_latents: Any = None
@@ -154,5 +162,5 @@ def _refuse_wrong_types(params: SamplingParams) -> None:
 
 @cache
 def _field_types(kind: type[SamplingParams]) -> dict[str, Any]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return {name: hints[name] for name in kind.__struct_fields__ if hints[name] is not Any}

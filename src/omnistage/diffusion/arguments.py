@@ -35,6 +35,7 @@ RUNTIME_PARAMETERS = frozenset(
         "vae_slicing",
         "output_type",
         "quality",
+        "partial_images",
         "extra_args",
     }
 )
