@@ -14,7 +14,12 @@ from omnistage.config.pipeline import ExecutionType, PipelineConfig, StageConfig
 from omnistage.config.resolved import OmniConfig, ResolvedStage
 from omnistage.contracts.errors import OmniError, UnavailableError
 from omnistage.contracts.modalities import Modality
-from omnistage.contracts.outputs import FinishReason, OmniProgress, OmniRequestOutput
+from omnistage.contracts.outputs import (
+    PARTIAL_IMAGE_INDEX,
+    FinishReason,
+    OmniProgress,
+    OmniRequestOutput,
+)
 from omnistage.contracts.requests import OmniPrompt, PromptLike
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams, SamplingParams
 
@@ -78,7 +83,7 @@ class Call:
 
 class FakeEngine:
     """`hold` keeps every request running until it is set; `error` fails the next requests, before
-    the first event or, with `error_after_progress`, behind one."""
+    the first event or, with `error_after_progress`, behind progress and previews."""
 
     def __init__(self, *, modality: Modality = Modality.IMAGE, error: Exception | None = None):
         self.config = fake_config(modality)
@@ -173,6 +178,8 @@ class FakeEngine:
             progress=OmniProgress(stage_id=0, step=1, total_steps=2),
             partial=True,
         )
+        for index in range(call.params.partial_images or 0):
+            yield self._preview(call, index)
         if self.error is not None:
             raise self.error
         self.running.set()
@@ -186,6 +193,20 @@ class FakeEngine:
             images=self._pictures(call.params),
             finished=True,
             finish_reason=FinishReason.STOP,
+        )
+
+    def _preview(self, call: Call, index: int) -> OmniRequestOutput:
+        """Pictures that are black but for `index` in every channel."""
+        total = call.params.partial_images or 0
+        return OmniRequestOutput(
+            request_id=call.request_id,
+            modality=Modality.IMAGE,
+            partial=True,
+            images=[
+                Image.new("RGB", picture.size, (index, index, index))
+                for picture in self._pictures(call.params)
+            ],
+            fields={PARTIAL_IMAGE_INDEX: index, "step": index + 1, "total_steps": total + 1},
         )
 
     def _pictures(self, params: OmniDiffusionSamplingParams) -> list[Image.Image]:

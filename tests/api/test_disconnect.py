@@ -24,6 +24,7 @@ CHAT_BODY = {"messages": [{"role": "user", "content": "a cat"}]}
     ("path", "body"),
     [
         (GENERATIONS, {"prompt": "x"}),
+        (GENERATIONS, {"prompt": "x", "stream": True, "partial_images": 2}),
         (CHAT, CHAT_BODY),
         (CHAT, {**CHAT_BODY, "stream": True}),
     ],
@@ -59,17 +60,18 @@ async def test_hanging_up_inside_the_body_starts_nothing() -> None:
 
 
 @pytest.mark.invariant("ENTRY-INV-200")
-async def test_a_stream_that_nobody_reads_is_cancelled() -> None:
+@pytest.mark.parametrize(("path", "start"), [(CHAT, CHAT_BODY), (GENERATIONS, {"prompt": "x"})])
+async def test_a_stream_that_nobody_reads_is_cancelled(path: str, start: dict[str, object]) -> None:
     engine = FakeEngine()
-    body = {**CHAT_BODY, "stream": True, "size": "2048x2048", "n": 6, "output_format": "jpeg"}
+    body = {**start, "stream": True, "size": "2048x2048", "n": 6, "output_format": "jpeg"}
     engine.picture_noise = True
     limits = EngineLimits(slow_client_timeout_s=0.2)
     engine.config = replace(engine.config, limits=limits)
     async with live_server(engine, ApiSettings()) as url, connection(url) as (_, writer):
-        writer.write(raw_post(CHAT, json.dumps(body).encode()))
+        writer.write(raw_post(path, json.dumps(body).encode()))
         async with asyncio.timeout(GUARD_S):
             await engine.metrics.recorded.wait()
-        assert engine.metrics.requests == [(CHAT, "POST", 499)]
+        assert engine.metrics.requests == [(path, "POST", 499)]
 
 
 async def test_a_large_body_gets_its_answer_before_the_connection_closes() -> None:

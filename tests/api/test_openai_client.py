@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,11 +10,17 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import (
+    ImageEditCompletedEvent,
+    ImageEditPartialImageEvent,
+    ImageGenCompletedEvent,
+    ImageGenPartialImageEvent,
+)
 
 from omnistage.api.settings import ApiSettings
-from omnistage.contracts.errors import OverloadedError
+from omnistage.contracts.errors import OutOfMemoryError, OverloadedError
 from tests.api.fake_engine import MODEL, FakeEngine
-from tests.api.live_server import live_server
+from tests.api.live_server import GUARD_S, live_server
 from tests.api.pictures import data_url, open_base64, open_data_url, picture_file
 
 pytestmark = pytest.mark.invariant("ENTRY-INV-300")
@@ -69,6 +76,72 @@ async def test_edit_one_picture_with_a_mask_and_several_without() -> None:
     assert set(first.prompt["multi_modal_data"]) == {"image", "mask"}
     assert [p.size for p in second.prompt["multi_modal_data"]["image"]] == [(16, 12), (5, 5)]
     assert second.params.guidance_scale == 3.5
+
+
+async def test_generate_as_a_stream() -> None:
+    engine = FakeEngine()
+    async with openai_client(engine) as client:
+        stream = await client.images.generate(
+            model=MODEL,
+            prompt="a cat",
+            stream=True,
+            partial_images=2,
+            size="1024x1024",
+            output_format="jpeg",
+            quality="high",
+            background="opaque",
+        )
+        first, second, completed = [event async for event in stream]
+    for index, event in enumerate((first, second)):
+        ImageGenPartialImageEvent.model_validate(event.to_dict(), strict=True)
+        assert event.type == "image_generation.partial_image"
+        assert event.partial_image_index == index
+        assert open_base64(event.b64_json).size == (1024, 1024)
+    ImageGenCompletedEvent.model_validate(completed.to_dict(), strict=True)
+    assert completed.type == "image_generation.completed"
+    assert (completed.quality, completed.background) == ("high", "opaque")
+    assert (completed.size, completed.output_format) == ("1024x1024", "jpeg")
+    assert open_base64(completed.b64_json).format == "JPEG"
+    assert engine.calls[0].params.partial_images == 2
+
+
+async def test_edit_as_a_stream() -> None:
+    async with openai_client(FakeEngine()) as client:
+        stream = await client.images.edit(
+            prompt="make it blue",
+            image=("a.png", picture_file()),
+            stream=True,
+            partial_images=1,
+        )
+        preview, completed = [event async for event in stream]
+    ImageEditPartialImageEvent.model_validate(preview.to_dict(), strict=True)
+    ImageEditCompletedEvent.model_validate(completed.to_dict(), strict=True)
+    assert completed.type == "image_edit.completed"
+
+
+async def test_errors_of_a_stream_are_raised_before_and_after_its_first_event() -> None:
+    engine = FakeEngine(error=OutOfMemoryError("too large"))
+    async with openai_client(engine) as client:
+        with pytest.raises(openai.InternalServerError):
+            await client.images.generate(prompt="x", stream=True, partial_images=1)
+        engine.error_after_progress = True
+        stream = await client.images.generate(prompt="x", stream=True, partial_images=1)
+        assert (await anext(stream)).type == "image_generation.partial_image"
+        with pytest.raises(openai.APIError, match="too large") as failed:
+            await anext(stream)
+    assert failed.value.type == "out_of_memory"
+
+
+async def test_closing_a_stream_aborts_the_request() -> None:
+    engine = FakeEngine()
+    engine.hold.clear()
+    async with openai_client(engine) as client:
+        stream = await client.images.generate(prompt="x", stream=True, partial_images=1)
+        await anext(stream)
+        await stream.close()
+        async with asyncio.timeout(GUARD_S):
+            await engine.aborted.wait()
+            await engine.idle.wait()
 
 
 def messages() -> Any:

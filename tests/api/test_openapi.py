@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from omnistage.api.protocol.images import ImageCompletedEvent, ImagePartialEvent
 from omnistage.api.settings import ApiSettings
 from tests.api.conftest import open_client
 from tests.api.fake_engine import FakeEngine
@@ -56,6 +57,18 @@ def test_routes_declare_their_errors(document: dict[str, Any]) -> None:
         assert operation["requestBody"]["required"] is True
     assert "head" not in document["paths"]["/health"]
     assert "503" in document["paths"]["/health"]["get"]["responses"]
+
+
+@pytest.mark.invariant("ENTRY-INV-300")
+def test_streams_and_their_events_are_described(document: dict[str, Any]) -> None:
+    for path in POSTS:
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
+    schemas = document["components"]["schemas"]
+    for event in (ImagePartialEvent, ImageCompletedEvent):
+        described = schemas[event.__name__]
+        assert described["additionalProperties"] is False
+        assert set(described["required"]) == set(event.model_fields)
 
 
 @pytest.mark.parametrize("keys", [(), ("key",)])

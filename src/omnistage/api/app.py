@@ -20,7 +20,11 @@ from omnistage.api.middleware.body_limit import BodyLimitMiddleware
 from omnistage.api.middleware.request_scope import RequestScopeMiddleware
 from omnistage.api.openapi import BEARER, ERROR_RESPONSES, install_openapi
 from omnistage.api.protocol.chat import ChatRequest
-from omnistage.api.protocol.images import ImageGenerationRequest
+from omnistage.api.protocol.images import (
+    ImageCompletedEvent,
+    ImageGenerationRequest,
+    ImagePartialEvent,
+)
 from omnistage.api.routes import chat, images, models, operations
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
@@ -62,7 +66,9 @@ def create_app(
     for router in (images.router, chat.router, models.router):
         app.include_router(router, dependencies=[BEARER] if settings.api_keys else [])
     install_error_handlers(app)
-    install_openapi(app, [ImageGenerationRequest, ChatRequest])
+    install_openapi(
+        app, [ImageGenerationRequest, ChatRequest, ImagePartialEvent, ImageCompletedEvent]
+    )
     app.add_middleware(BodyLimitMiddleware, settings=settings)
     app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)
     app.add_middleware(RequestScopeMiddleware, metrics=engine.metrics)

@@ -13,35 +13,45 @@ from starlette.types import Message, Receive, Scope, Send
 from omnistage.api.disconnect import until_disconnect
 from omnistage.api.errors import error_body, report
 from omnistage.contracts.errors import OmniError, RequestCancelledError, SlowClientError
+from omnistage.contracts.outputs import OmniProgress
 
 DONE = "data: [DONE]\n\n"
 
 
-def data_event(text: str) -> str:
-    """One event; `text` holds no line break."""
-    return f"data: {text}\n\n"
+def data_event(text: str, *, name: str | None = None) -> str:
+    """One event; `text` and `name` hold no line break."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n"
 
 
-def comment(text: str) -> str:
+def progress_comment(progress: OmniProgress) -> str:
     """A line that clients skip. It keeps proxies and dead-peer detection awake."""
-    return f": {text}\n\n"
+    return f": stage {progress.stage_id} step {progress.step}/{progress.total_steps}\n\n"
 
 
 class EventStream(Response):
     """Sends `events` as they come.
 
     A failure before the first one is raised and so gets its own HTTP status. A later one becomes a
-    last event with the error, and no `[DONE]`. A hang-up, or a client that reads nothing for
-    `slow_client_timeout_s`, closes the generator.
+    last event with the error, and no `[DONE]`; in a stream of named events it has the name and
+    `type` `error_name`. A hang-up, or a client that reads nothing for `slow_client_timeout_s`,
+    closes the generator.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], *, slow_client_timeout_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        *,
+        slow_client_timeout_s: float,
+        error_name: str | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._slow_client_timeout_s = slow_client_timeout_s
+        self._error_name = error_name
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,4 +98,6 @@ class EventStream(Response):
     async def _end_with(self, error: OmniError, send: Send) -> None:
         if isinstance(error, RequestCancelledError):
             return
-        await self._send(send, data_event(json.dumps(error_body(error))), more=False)
+        name = self._error_name
+        body = error_body(error) if name is None else {"type": name, **error_body(error)}
+        await self._send(send, data_event(json.dumps(body), name=name), more=False)

@@ -15,7 +15,12 @@ from omnistage.api.limits import ImageSize
 from omnistage.api.protocol.base import DiffusionKnobs
 from omnistage.contracts.errors import InternalError, RequestCancelledError
 from omnistage.contracts.modalities import Modality
-from omnistage.contracts.outputs import FinishReason, OmniProgress, OmniRequestOutput
+from omnistage.contracts.outputs import (
+    PARTIAL_IMAGE_INDEX,
+    FinishReason,
+    OmniProgress,
+    OmniRequestOutput,
+)
 from omnistage.contracts.requests import OmniPrompt
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 
@@ -47,10 +52,26 @@ class ImageJob:
         return prompt
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """All pictures of a request as they look by now; `index` counts a request's previews."""
+
+    index: int
+    images: list[Image]
+
+
 def diffusion_params(
-    knobs: DiffusionKnobs, *, n: int, size: ImageSize | None, quality: str | None = None
+    knobs: DiffusionKnobs,
+    *,
+    n: int,
+    size: ImageSize | None,
+    quality: str | None = None,
+    partial_images: int | None = 0,
 ) -> OmniDiffusionSamplingParams:
-    """Sparse parameters, but always with a seed, so that the answer can name it."""
+    """Sparse parameters, but always with a seed, so that the answer can name it.
+
+    Where `partial_images` is 0, a deployment's default makes no previews that nobody gets.
+    """
     return OmniDiffusionSamplingParams(
         num_outputs_per_prompt=n,
         seed=secrets.randbelow(_GENERATED_SEEDS) if knobs.seed is None else knobs.seed,
@@ -61,13 +82,15 @@ def diffusion_params(
         true_cfg_scale=knobs.true_cfg_scale,
         strength=knobs.strength,
         quality=None if quality == "auto" else quality,
+        partial_images=partial_images,
     )
 
 
 async def run_job(
     context: AppContext, request: Request, job: ImageJob
-) -> AsyncGenerator[OmniProgress | list[Image], None]:
-    """Yield progress, then, last, the finished pictures. Closing the generator aborts the request.
+) -> AsyncGenerator[OmniProgress | Preview | list[Image], None]:
+    """Yield progress and previews, then, last, the finished pictures. Closing the generator aborts
+    the request.
 
     Raises `OmniError`; never ends without pictures.
     """
@@ -84,6 +107,8 @@ async def run_job(
         async for event in events:
             if event.progress is not None:
                 yield event.progress
+            if event.is_preview:
+                yield Preview(index=event.fields[PARTIAL_IMAGE_INDEX], images=event.images)
             finished = _pictures(event) or finished
     if not finished:
         raise InternalError("the model finished without a picture")

@@ -39,14 +39,14 @@ def _body(content_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {content_type: {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI, body_models: list[type[BaseModel]]) -> None:
-    """Serve a document that holds the schemas of `body_models` too."""
+def install_openapi(app: FastAPI, models: list[type[BaseModel]]) -> None:
+    """Serve a document that holds the schemas of `models` too."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
         _, schemas = models_json_schema(
-            [(model, "validation") for model in body_models], ref_template=_REFERENCE
+            [(model, "validation") for model in models], ref_template=_REFERENCE
         )
         document["components"]["schemas"] |= schemas.get("$defs", {})
         return document

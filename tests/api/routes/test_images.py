@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from omnistage.api import image_stream
 from omnistage.api.routes import chat, images
 from omnistage.api.settings import ApiSettings
 from omnistage.contracts.modalities import Modality
@@ -123,7 +124,6 @@ async def test_a_url_is_a_data_url(client: httpx.AsyncClient) -> None:
         ({"size": "６４x６４"}, "size", "write WIDTHxHEIGHT"),
         ({"strength": 1.5}, "strength", "less than or equal to 1"),
         ({"output_format": "gif"}, "output_format", "'png', 'jpeg' or 'webp'"),
-        ({"stream": True}, "stream", "not offered yet"),
         ({"background": "transparent"}, "background", "not offered"),
         ({"output_compression": 50}, "output_compression", "jpeg"),
     ],
@@ -322,10 +322,12 @@ async def test_pictures_are_encoded_in_worker_threads(
 
     monkeypatch.setattr(images, "encode_image", recording)
     monkeypatch.setattr(chat, "encode_image", recording)
+    monkeypatch.setattr(image_stream, "encode_image", recording)
     await client.post(GENERATIONS, json={"prompt": "x"})
+    await client.post(GENERATIONS, json={"prompt": "x", "stream": True, "partial_images": 2})
     messages = [{"role": "user", "content": "x"}]
     for stream in (False, True):
         body = {"messages": messages, "stream": stream}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-    assert len(threads) == 3
+    assert len(threads) == 6
     assert all(name.startswith("omnistage-media") for name in threads)

@@ -14,6 +14,7 @@ from omnistage.api.protocol.base import (
     ResponseModel,
     Size,
 )
+from omnistage.contracts.sampling import MAX_PARTIAL_IMAGES
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 
@@ -32,6 +33,17 @@ class ImageFields(DiffusionKnobs):
     background: Literal["auto", "opaque", "transparent"] | None = None
     user: Annotated[str, Field(max_length=512), NO_NUL] | None = None
     stream: bool | None = None
+    partial_images: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=MAX_PARTIAL_IMAGES,
+                description="How many previews a stream shows; with `stream` only.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class ImageGenerationRequest(ImageFields):
@@ -59,3 +71,44 @@ class ImagesResponse(ResponseModel):
     output_format: OutputFormat
     size: str
     seed: int
+
+
+class _ImageEvent(ResponseModel):
+    """`size` is that of this picture, `image_index` its place among the `n` pictures."""
+
+    b64_json: str
+    background: Literal["auto", "opaque"]
+    created_at: int
+    output_format: OutputFormat
+    quality: Literal["auto", "low", "medium", "high"]
+    size: str
+    image_index: int
+
+
+class ImagePartialEvent(_ImageEvent):
+    """A preview: how a picture looks by now. A later event of its `image_index` replaces it."""
+
+    type: Literal["image_generation.partial_image", "image_edit.partial_image"]
+    partial_image_index: int
+
+
+class UsageDetails(ResponseModel):
+    image_tokens: int
+    text_tokens: int
+
+
+class Usage(ResponseModel):
+    """All 0: pictures cost no tokens here."""
+
+    input_tokens: int
+    input_tokens_details: UsageDetails
+    output_tokens: int
+    total_tokens: int
+
+
+class ImageCompletedEvent(_ImageEvent):
+    """A finished picture, one event for each of `n`. `seed` reproduces them."""
+
+    type: Literal["image_generation.completed", "image_edit.completed"]
+    seed: int
+    usage: Usage

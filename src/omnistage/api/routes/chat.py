@@ -16,13 +16,14 @@ from starlette.responses import Response
 from omnistage.api.body import read_json
 from omnistage.api.context import AppContext, context_of
 from omnistage.api.disconnect import until_disconnect
-from omnistage.api.event_stream import DONE, EventStream, comment, data_event
+from omnistage.api.event_stream import DONE, EventStream, data_event, progress_comment
 from omnistage.api.generation import ImageJob, diffusion_params, finished_images, run_job
 from omnistage.api.limits import ImageSize, check_limits, check_output, parse_size
 from omnistage.api.openapi import json_body
 from omnistage.api.protocol.chat import ChatRequest, ChatResponse, ImagePart, Message, TextPart
 from omnistage.api.render import encode_image, to_data_url
 from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
+from omnistage.contracts.outputs import OmniProgress
 
 router = APIRouter()
 
@@ -67,8 +68,8 @@ async def _stream(
             if isinstance(event, list):
                 for index, image in enumerate(event):
                     yield data_event(await context.workers.run(answer.chunk, index, image))
-            else:
-                yield comment(f"stage {event.stage_id} step {event.step}/{event.total_steps}")
+            elif isinstance(event, OmniProgress):
+                yield progress_comment(event)
     yield DONE
 
 

@@ -16,18 +16,34 @@ from omnistage.api.context import AppContext, context_of
 from omnistage.api.disconnect import until_disconnect
 from omnistage.api.edit_form import EDIT_FORM_BODY, read_edit_form
 from omnistage.api.generation import ImageJob, diffusion_params, finished_images
+from omnistage.api.image_stream import ImageEvents, Operation, image_stream
 from omnistage.api.limits import check_limits, check_output, parse_size
 from omnistage.api.openapi import json_body
 from omnistage.api.protocol.images import ImageFields, ImageGenerationRequest, ImagesResponse
 from omnistage.api.render import encode_image, to_base64, to_data_url
-from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
 
 router = APIRouter()
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "string",
+                    "description": "With `stream`: events whose data is an `ImagePartialEvent` or "
+                    "an `ImageCompletedEvent`; or, last, `error` with an `ErrorResponse`.",
+                }
+            }
+        }
+    }
+}
 
 
 @router.post(
     "/v1/images/generations",
     response_model=ImagesResponse,
+    responses=_ANSWERS,
     summary="Make pictures from a prompt",
     openapi_extra=json_body(ImageGenerationRequest),
 )
@@ -35,12 +51,13 @@ async def generate_images(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, ImageGenerationRequest)
     job = image_job(context, body)
-    return await until_disconnect(request.receive, _answer(context, request, body, job))
+    return await _answer(context, request, body, job, "image_generation")
 
 
 @router.post(
     "/v1/images/edits",
     response_model=ImagesResponse,
+    responses=_ANSWERS,
     summary="Change pictures as a prompt says",
     openapi_extra=EDIT_FORM_BODY,
 )
@@ -49,7 +66,7 @@ async def edit_images(request: Request) -> Response:
     context.lifecycle.check_serving()
     form = await read_edit_form(request)
     job = image_job(context, form.fields, inputs=form.images, mask=form.mask)
-    return await until_disconnect(request.receive, _answer(context, request, form.fields, job))
+    return await _answer(context, request, form.fields, job, "image_edit")
 
 
 def image_job(
@@ -69,16 +86,29 @@ def image_job(
     return ImageJob(
         prompt=fields.prompt,
         negative_prompt=fields.negative_prompt,
-        params=diffusion_params(fields, n=fields.n, size=size, quality=fields.quality),
+        params=diffusion_params(
+            fields,
+            n=fields.n,
+            size=size,
+            quality=fields.quality,
+            partial_images=fields.partial_images if fields.stream else 0,
+        ),
         inputs=inputs or [],
         mask=mask,
     )
 
 
 def _check_supported(fields: ImageFields) -> None:
-    if fields.stream:
-        raise InvalidRequestError(
-            "stream: partial pictures are not offered yet; leave it out", param="stream"
+    if fields.partial_images is not None and not fields.stream:
+        raise UnsupportedCombinationError(
+            f"partial_images {fields.partial_images} needs stream: true; an answer in one piece "
+            "has no previews",
+            param="partial_images",
+        )
+    if fields.stream and fields.response_format == "url":
+        raise UnsupportedCombinationError(
+            "response_format 'url' cannot be streamed; allowed with stream: 'b64_json'",
+            param="response_format",
         )
     if fields.background == "transparent":
         raise InvalidRequestError(
@@ -89,6 +119,19 @@ def _check_supported(fields: ImageFields) -> None:
 
 
 async def _answer(
+    context: AppContext,
+    request: Request,
+    fields: ImageFields,
+    job: ImageJob,
+    operation: Operation,
+) -> Response:
+    if fields.stream:
+        render = ImageEvents(operation=operation, fields=fields, seed=job.params.seed)
+        return image_stream(context, request, job, render)
+    return await until_disconnect(request.receive, _whole(context, request, fields, job))
+
+
+async def _whole(
     context: AppContext, request: Request, fields: ImageFields, job: ImageJob
 ) -> Response:
     images = await finished_images(context, request, job)
