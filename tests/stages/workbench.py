@@ -40,7 +40,7 @@ class Workbench:
         stage = toy_config(ranks=ranks, max_num_seqs=1).stages[stage_id]
         topology = dataclasses.replace(
             stage.stage,
-            runtime="tests.stages.odd_runtime:OddRuntime",
+            runtime=changes.pop("runtime", "tests.stages.odd_runtime:OddRuntime"),
             input_adapters=changes.pop("input_adapters", {}),
         )
         stage = dataclasses.replace(

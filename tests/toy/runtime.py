@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from omnistage.config.resolved import ResolvedStage
-from omnistage.contracts.errors import InvalidRequestError, OmniError
+from omnistage.contracts.errors import InternalError, InvalidRequestError, OmniError
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
@@ -50,7 +50,7 @@ def split_pieces(data: StageData) -> Iterator[Piece]:
     if "count" not in data.fields:
         yield Piece(data.fields, lambda: data.tensors)
         return
-    fields = {key: data.fields[key] for key in ("fault", "delay_s") if key in data.fields}
+    fields = {key: data.fields[key] for key in ("fault", "delay_s", "late") if key in data.fields}
     start, size = data.fields.get("start", 0), data.fields.get("size", 4)
     for index in range(data.fields["count"]):
         value = start + index
@@ -149,6 +149,11 @@ class ToyScheduler:
             else:
                 del self._children[identity.key]
                 yield Emission(identity=identity, error=error)
+
+    def deliver(
+        self, identity: RequestIdentity, outcome: StageData | OmniError
+    ) -> Iterable[Emission]:
+        raise InternalError("the toy finishes nothing later")
 
     def counts(self) -> tuple[int, int]:
         return (0, len(self._children))

@@ -21,6 +21,7 @@ DEFAULT_OPERATION_LIMITS_S = {
     "encode": 120.0,
     "decode": 120.0,
     "control": 60.0,
+    "output": 30.0,
 }
 """Longest time that one operation of a kind may take before its replica counts as hung. Loading has
 `init_timeout_s`."""

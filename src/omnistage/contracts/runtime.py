@@ -78,6 +78,17 @@ class ExecutionContext(Protocol):
         """Name what comes next ("load", "compile", "forward", "step", "decode"): each kind has its
         own deadline, and the clock starts anew."""
 
+    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
+        """Run `work` on the replica's output thread while commands go on; its outcome comes back
+        to `Scheduler.deliver`, in the order given (rank 0 only; ignored elsewhere).
+
+        For what a step need not wait for: the end of a copy to the host, building the payload.
+        `work` owns what it holds, and sets thread-local modes (torch's grad mode) itself. An error
+        in it is its child's alone. Nothing is delivered for a child that is cancelled, or for a
+        command that fails. Waits while many works are pending; each has the limit of operation
+        "output", past which the replica is lost (`StageLostError`).
+        """
+
 
 LoadReporter = Callable[[str, float | None], None]
 """Called with a note and a fraction in [0, 1] (or None) while a model loads."""
@@ -106,6 +117,12 @@ class Scheduler(Protocol):
 
     def fail(self, command: Command, error: OmniError) -> Iterable[Emission]:
         """The command failed on every rank or on some: say what becomes of its children."""
+
+    def deliver(
+        self, identity: RequestIdentity, outcome: StageData | OmniError
+    ) -> Iterable[Emission]:
+        """The outcome of a work given to `ExecutionContext.finish_later`, after the `complete` of
+        its command. A child counts as held here until its last one is delivered."""
 
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""

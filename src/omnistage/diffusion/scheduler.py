@@ -125,6 +125,11 @@ class RequestScheduler:
         held = [one for one in command.identities if self._running.pop(one.key, None) is not None]
         return tuple(Emission(identity=one, error=error, final=True) for one in held)
 
+    def deliver(
+        self, identity: RequestIdentity, outcome: StageData | OmniError
+    ) -> Iterable[Emission]:
+        raise InternalError(f"request {identity}: request mode has no late outputs")
+
     def counts(self) -> tuple[int, int]:
         return (len(self._running), len(self._waiting))
 

@@ -19,6 +19,7 @@ from omnistage.contracts.runtime import Command, Executor
 from omnistage.observability.logging import get_logger
 from omnistage.stages.emitter import MessageSink
 from omnistage.stages.operations import OperationClock
+from omnistage.stages.output_worker import LateOutput, OutputWorker
 from omnistage.stages.ranks import RankGroup
 
 logger = get_logger(__name__)
@@ -41,17 +42,21 @@ class LeaderContext:
         clock: OperationClock,
         is_cancelled: Callable[[RequestKey], bool],
         post: MessageSink,
+        outputs: OutputWorker,
     ) -> None:
         self.world_size = world_size
         self._ranks = ranks
         self._clock = clock
         self._is_cancelled = is_cancelled
         self._post = post
+        self._outputs = outputs
+        self._late: list[LateOutput] = []
         self._identities: tuple[RequestIdentity, ...] = ()
         self._checkpoint = 0
 
     def start(self, command: Command) -> None:
         self._identities, self._checkpoint = command.identities, 0
+        self._late = []
         self._clock.begin(command.kind)
 
     def checkpoint(self) -> frozenset[RequestKey]:
@@ -68,6 +73,14 @@ class LeaderContext:
 
     def operation(self, kind: str) -> None:
         self._clock.begin(kind)
+
+    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
+        if not self._is_cancelled(identity.key):
+            self._late.append(self._outputs.submit(identity, work))
+
+    def withdraw_late(self) -> None:
+        """The command failed: its children may be tried again, and must not be answered twice."""
+        self._outputs.withdraw_each(self._late)
 
 
 class CommandRunner:
@@ -94,6 +107,7 @@ class CommandRunner:
         outcomes = [own, *self._ranks.gather(self._clock.limit_s(command.kind))]
         for outcome in outcomes:
             if isinstance(outcome, OmniError):
+                self._context.withdraw_late()
                 return outcome
         return [outcome for outcome in outcomes if isinstance(outcome, StageData)]
 

@@ -25,11 +25,13 @@ class ReplicaControls:
         replica_id: int,
         executor: Executor,
         held_resources: Callable[[], dict[str, int]],
+        finish_outputs: Callable[[], None],
     ) -> None:
         self._stage_name = stage_name
         self._replica_id = replica_id
         self._executor = executor
         self._held_resources = held_resources
+        self._finish_outputs = finish_outputs
         self._profiler: Profiler | None = None
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
@@ -40,6 +42,7 @@ class ReplicaControls:
             return self._start_profile(**arguments)
         if method == STOP_PROFILE:
             return self._stop_profile()
+        self._finish_outputs()
         return self._executor.control(method, arguments)
 
     def profiled(self, command: Command) -> AbstractContextManager[Any]:

@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 
 from omnistage.config.resolved import ResolvedStage
-from omnistage.contracts.errors import OmniError, UnavailableError, as_omni_error
+from omnistage.contracts.errors import (
+    OmniError,
+    StageLostError,
+    UnavailableError,
+    as_omni_error,
+)
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.messages import (
     Abort,
@@ -42,13 +47,15 @@ from omnistage.stages.emitter import Emitter, MessageSink
 from omnistage.stages.imports import load_object
 from omnistage.stages.intake import Intake
 from omnistage.stages.operations import OperationClock
+from omnistage.stages.output_worker import LateOutput, OutputWorker
 from omnistage.stages.ranks import RankGroup
 from omnistage.transport.registry import make_connector
 
 logger = get_logger(__name__)
 
+DRAIN_LIMIT_S = 10.0
 _IDLE_WAIT_S = 60.0
-Mail = tuple[Message, Sequence[Any]]
+Mail = tuple[Message | LateOutput, Sequence[Any]]
 
 
 class Replica:
@@ -76,6 +83,14 @@ class Replica:
         self._connector = make_connector(
             connector_kind, shm_threshold_bytes=stage.shm_threshold_bytes
         )
+        self._outputs = OutputWorker(
+            stage.name,
+            stage.stage_id,
+            replica_id,
+            limit_s=self._clock.limit_s("output"),
+            on_outcome=lambda late: self._inbox.put((late, ())),
+            on_stall=self._output_stalled,
+        )
         self._counts = (0, 0)
         self._draining = False
         self._stopping = False
@@ -97,6 +112,7 @@ class Replica:
             self._cancelled.add(message.identity.key)
         elif isinstance(message, Shutdown):
             self._stopping = True
+            self._outputs.end_waits()
         self._inbox.put((message, frames))
 
     def is_cancelled(self, key: RequestKey) -> bool:
@@ -116,6 +132,11 @@ class Replica:
         """Send a message with this replica's address on it."""
         address = {"stage_id": self.stage.stage_id, "replica_id": self.replica_id}
         self._send(msgspec.structs.replace(message, **address), frames)
+
+    def _output_stalled(self, error: StageLostError) -> None:
+        """Called by the output thread's watcher; the executing thread may be busy for long."""
+        self.post(ReplicaFailed(error=error.to_record()))
+        self.deliver(Shutdown())
 
     # executing thread -------------------------------------------------------------------------
 
@@ -153,7 +174,9 @@ class Replica:
         self._ranks.begin_load()
         description = self._executor.load(self._report_load)
         self._ranks.finish_load()
-        context = LeaderContext(world_size, self._ranks, self._clock, self.is_cancelled, self.post)
+        context = LeaderContext(
+            world_size, self._ranks, self._clock, self.is_cancelled, self.post, self._outputs
+        )
         self._runner = CommandRunner(self._executor, self._ranks, self._clock, context)
         self._emitter = Emitter(
             self.stage.stage_id,
@@ -166,7 +189,11 @@ class Replica:
             self.stage, self._connector, self._emitter, self._scheduler, self._executor, self.post
         )
         self._controls = ReplicaControls(
-            self.stage.name, self.replica_id, self._executor, self._held_resources
+            self.stage.name,
+            self.replica_id,
+            self._executor,
+            self._held_resources,
+            self._finish_outputs,
         )
         self._clock.idle()
         load_s = time.monotonic() - started
@@ -197,7 +224,11 @@ class Replica:
 
     def _holds_anything(self) -> bool:
         """Work to do, or outputs that nobody has taken yet."""
-        return self._counts != (0, 0) or self._emitter.num_children > 0
+        return (
+            self._counts != (0, 0)
+            or self._emitter.num_children > 0
+            or self._outputs.num_pending > 0
+        )
 
     def _step(self, command: Command) -> None:
         with request_scope(log_scope(command), self.stage.stage_id):
@@ -237,8 +268,10 @@ class Replica:
         except queue.Empty:
             pass
 
-    def _handle(self, message: Message, frames: Sequence[Any]) -> None:
+    def _handle(self, message: Message | LateOutput, frames: Sequence[Any]) -> None:
         match message:
+            case LateOutput():
+                self._deliver_late(message)
             case Submit() | AppendInput() | EndInput():
                 if message.identity.key not in self._cancelled:
                     self._take_in(message, frames)
@@ -262,6 +295,17 @@ class Replica:
             self.post(Failed(identity=message.identity, error=error.to_record()))
         else:
             self._intake.submit(message, frames)
+
+    def _deliver_late(self, late: LateOutput) -> None:
+        outcome = self._outputs.take(late)
+        key = late.identity.key
+        if outcome is None or self.is_cancelled(key) or not self._emitter.is_open(key):
+            return
+        if isinstance(outcome, StageLostError):
+            raise outcome  # The work says so of the device, as an executor may.
+        with request_scope(str(late.identity), self.stage.stage_id):
+            self._clock.begin("output")
+            self._emit_all(list(self._scheduler.deliver(late.identity, outcome)))
 
     def _abort(self, identity: RequestIdentity) -> None:
         """Free everything this child holds here, then say so."""
@@ -289,11 +333,21 @@ class Replica:
             "payload_bytes": self._connector.outstanding_bytes(),
             "cancelled": len(self._cancelled),
             "scheduled": sum(self._scheduler.counts()),
+            "late_outputs": self._outputs.num_pending,
         }
+
+    def _finish_outputs(self) -> None:
+        """Before a call that may free what late outputs still read."""
+        if not self._outputs.drain(DRAIN_LIMIT_S):
+            raise UnavailableError(
+                f"outputs are still being finished after {DRAIN_LIMIT_S:g} s; retry the call",
+                retry_after_s=1.0,
+            )
 
     # the end ----------------------------------------------------------------------------------
 
     def _release(self, key: RequestKey) -> None:
+        self._outputs.withdraw(key)
         self._intake.forget(key)
         self._executor.release(key)
         self._ranks.release(key)
@@ -302,6 +356,7 @@ class Replica:
         """Close whatever exists. One that fails keeps no other from being closed."""
         closers = [
             self._controls and self._controls.close,
+            lambda: self._outputs.close(DRAIN_LIMIT_S),
             self._executor and self._executor.close,
             self._connector.close,
             self._ranks and self._ranks.stop,
