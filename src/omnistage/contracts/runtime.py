@@ -122,7 +122,7 @@ class Scheduler(Protocol):
         self, identity: RequestIdentity, outcome: StageData | OmniError
     ) -> Iterable[Emission]:
         """The outcome of a work given to `ExecutionContext.finish_later`, after the `complete` of
-        its command. A child counts as held here until its last one is delivered."""
+        its command. Keep a child, and count it, until its last one is delivered or it ends."""
 
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""
