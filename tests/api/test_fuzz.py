@@ -142,10 +142,25 @@ FORM = {"content-type": "multipart/form-data; boundary=limit"}
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize("path", [GENERATIONS, CHAT, EDITS])
-async def test_damaged_bodies(path: str, caplog: pytest.LogCaptureFixture) -> None:
+STREAMED = {"stream": True, "partial_images": 2, "response_format": "b64_json"}
+STREAMED_FORM = {"stream": "true", "partial_images": "2", "response_format": "b64_json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (GENERATIONS, {}),
+        (GENERATIONS, STREAMED),
+        (CHAT, {}),
+        (EDITS, {}),
+        (EDITS, STREAMED_FORM),
+    ],
+)
+async def test_damaged_bodies(
+    path: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     statuses: Counter[int] = Counter()
-    bodies = form_bodies() if path == EDITS else json_bodies(path)
+    bodies = form_bodies(**more) if path == EDITS else json_bodies(path, **more)
     async with open_client(FakeEngine(), SETTINGS) as client:
         with caplog.at_level(logging.ERROR):
             for body in bodies:

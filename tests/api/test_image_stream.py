@@ -31,6 +31,7 @@ def events(text: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.invariant("ENTRY-INV-205")
 @pytest.mark.parametrize(("image_format", "pillow"), [("png", "PNG"), ("webp", "WEBP")])
 async def test_previews_come_in_order_and_then_the_finished_picture(
     client: httpx.AsyncClient, image_format: str, pillow: str
@@ -70,6 +71,7 @@ async def test_an_edit_streams_under_its_own_names(
     assert engine.calls[0].params.partial_images == 1
 
 
+@pytest.mark.invariant("ENTRY-INV-205")
 async def test_each_of_several_pictures_has_its_events(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

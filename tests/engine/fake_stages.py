@@ -28,6 +28,7 @@ from omnistage.contracts.messages import (
     Progress,
     Submit,
 )
+from omnistage.contracts.outputs import PARTIAL_IMAGE_INDEX
 from omnistage.contracts.payloads import PayloadRef
 from omnistage.engine.async_omni import AsyncOmni
 from omnistage.engine.orchestrator import Orchestrator
@@ -43,6 +44,8 @@ class FakeChild:
     complete: bool
     inputs: int = 0
     outputs: int = 0
+    previews: int = 0
+    """How many of the outputs."""
     ended: bool = False
     unacknowledged: set[int] = field(default_factory=set)
 
@@ -65,12 +68,14 @@ class FakeReplica:
         key = message.identity.key  # type: ignore[attr-defined]
         match message:
             case Submit():
+                assert PARTIAL_IMAGE_INDEX not in message.payload.fields, "a preview went on"
                 assert key not in self.children, f"{key} was submitted twice"
                 self.children[key] = FakeChild(
                     message.identity, message.credits, message.input_complete
                 )
                 self.unread.append(message)
             case AppendInput():
+                assert PARTIAL_IMAGE_INDEX not in message.payload.fields, "a preview went on"
                 assert not self.children[key].complete, "input after its end"
                 self.children[key].complete = message.input_complete
                 self.unread.append(message)
@@ -99,7 +104,16 @@ class FakeReplica:
             )
 
     def emit(self, child: FakeChild, *, final: bool) -> None:
-        payload = PayloadRef(modality="audio", fields={"number": child.outputs})
+        """The next of the child's numbered outputs."""
+        fields = {"number": child.outputs - child.previews}
+        self._emit(child, PayloadRef(modality="audio", fields=fields), final=final)
+
+    def preview(self, child: FakeChild) -> None:
+        fields = {PARTIAL_IMAGE_INDEX: child.previews}
+        self._emit(child, PayloadRef(modality="audio", fields=fields), final=False)
+        child.previews += 1
+
+    def _emit(self, child: FakeChild, payload: PayloadRef, *, final: bool) -> None:
         self._send(
             Output(identity=child.identity, sequence=child.outputs, payload=payload, final=final)
         )

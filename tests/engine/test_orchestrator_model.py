@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omnistage.contracts.errors import OmniError, StageLostError
 from omnistage.contracts.identity import RequestKey
 from omnistage.contracts.messages import Abort, Acknowledge, InputConsumed
+from omnistage.contracts.outputs import PARTIAL_IMAGE_INDEX
 from omnistage.engine.request_state import RequestState
 from omnistage.engine.session import OmniSession
 from tests.engine.fake_stages import FakeEngine, FakeReplica
@@ -20,7 +21,7 @@ from tests.toy.deployment import counting, toy_config, toy_pipeline
 
 ACTIONS = [
     *("request", "session", "append", "end", "abort", "lose", "back", "final", "progress", "fail"),
-    *("read", "read", "consume", "consume", "emit", "emit", "emit", "answer"),
+    *("preview", "preview", "read", "read", "consume", "consume", "emit", "emit", "emit", "answer"),
     *("deliver", "deliver", "deliver", "deliver", "turn", "turn", "turn", "turn", "turn"),
 ]
 WINDOW = 3
@@ -39,6 +40,9 @@ class Model:
         self._consumed: set[tuple[RequestKey, int | None, int]] = set()
         self._joins = any(s.stage.join_companions for s in engine.engine.config.stages)
         self._numbers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        self._previews: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        self._made_previews: set[tuple[RequestKey, int]] = set()
+        """(child, sequence) at the first stage."""
 
     def draw(self, choices: list[Any]) -> Any:
         return self._data.draw(st.sampled_from(choices)) if choices else None
@@ -111,6 +115,14 @@ class Model:
     async def do_final(self) -> None:
         await self.do_emit(final=True)
 
+    async def do_preview(self) -> None:
+        replica = self.draw(self._engine.stages.replicas)
+        child = self.draw([c for c in replica.children.values() if c.can_emit])
+        if child is not None:
+            if replica.handle.stage.stage_id == 0:
+                self._made_previews.add((child.identity.key, child.outputs))
+            replica.preview(child)
+
     async def do_progress(self) -> None:
         replica = self.draw(self._engine.stages.replicas)
         child = self.draw([c for c in replica.children.values() if not c.ended])
@@ -153,7 +165,11 @@ class Model:
         if event.finished:
             self._ended[name] = "finished"
         if event.progress is None and event.stage_id is not None:
-            self._numbers[name, event.child_index, event.stage_id].append(event.fields["number"])
+            source = (name, event.child_index, event.stage_id)
+            if event.is_preview:
+                self._previews[source].append(event.fields[PARTIAL_IMAGE_INDEX])
+            else:
+                self._numbers[source].append(event.fields["number"])
 
     def check(self) -> None:
         sent, self._engine.stages.sent = self._engine.stages.sent, []
@@ -162,10 +178,14 @@ class Model:
                 assert isinstance(message, Abort | Acknowledge), "new work after the end"
             elif isinstance(message, Acknowledge) and message.stage_id == 0 and not self._joins:
                 place = (message.identity.key, 0, message.sequence)
-                assert place in self._consumed, "acknowledged before it was taken"
+                made = (message.identity.key, message.sequence) in self._made_previews
+                assert made or place in self._consumed, "acknowledged before it was taken"
         self._over |= {state.request_id for state in self._states if not state.active}
+        assert "internal_error" not in self._ended.values(), "an assertion failed on the way"
         for numbers in self._numbers.values():
             assert numbers == list(range(len(numbers)))
+        for indices in self._previews.values():
+            assert indices == sorted(set(indices)), "a preview twice, or an older one later"
         for state in self._states:
             partials = sum(state.stream._unread.values())
             assert partials <= WINDOW * len(state.children) * 2

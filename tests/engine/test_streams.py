@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from omnistage.contracts.errors import RequestCancelledError
-from omnistage.contracts.outputs import OmniProgress, OmniRequestOutput
+from omnistage.contracts.outputs import PARTIAL_IMAGE_INDEX, OmniProgress, OmniRequestOutput
 from omnistage.engine.streams import OutputStream
 
 
@@ -22,6 +22,17 @@ class Bench:
             request_id="r", stage_id=stage, child_index=child, output_index=number, partial=True
         )
         self.stream.put(event, lambda: self.taken.append(number))
+
+    def preview(self, index: int, child: int = 0) -> None:
+        self.stream.put(
+            OmniRequestOutput(
+                request_id="r",
+                stage_id=1,
+                child_index=child,
+                partial=True,
+                fields={PARTIAL_IMAGE_INDEX: index},
+            )
+        )
 
     def progress(self, step: int, child: int = 0) -> None:
         progress = OmniProgress(stage_id=1, step=step, total_steps=9)
@@ -78,6 +89,21 @@ async def test_only_the_newest_progress_of_each_child_waits() -> None:
     bench.progress(5)
     assert (await bench.stream.get()).output_index == 7
     assert (await bench.stream.get()).progress.step == 5
+
+
+@pytest.mark.invariant("ORCH-INV-107")
+async def test_only_the_newest_previews_of_each_child_wait() -> None:
+    """As many as one request may ask for, so that none is lost to a reader of its own."""
+    bench = Bench(window=1, buffer=1)
+    bench.preview(0, child=1)
+    for index in range(5):
+        bench.preview(index)
+        bench.progress(index)
+    assert bench.full == []
+    events = [await bench.stream.get() for _ in range(len(bench.stream))]
+    previews = [(e.child_index, e.fields[PARTIAL_IMAGE_INDEX]) for e in events if e.is_preview]
+    assert previews == [(1, 0), (0, 2), (0, 3), (0, 4)]
+    assert len(events) == 5
 
 
 async def test_a_failure_drops_what_is_unread_and_wakes_the_reader() -> None:

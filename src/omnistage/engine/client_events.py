@@ -39,7 +39,8 @@ class ClientEvents:
         self, state: RequestState, child: Child, message: Output, frames: Sequence[Any]
     ) -> None:
         """The bytes are mapped now, so that they outlive their producer; the credit of a partial
-        output goes back when the caller takes the event."""
+        output goes back when the caller takes the event, that of a preview at once: a slow reader
+        holds up no denoising."""
         reason = _finish_reason(message) if message.final else None
         data = self._entry.receive(message.payload, frames, message.stage_id)
         peak_memory_mb = data.fields.pop("peak_memory_mb", None)
@@ -65,9 +66,10 @@ class ClientEvents:
             stage_durations=dict(state.stage_durations) if finished else {},
             peak_memory_mb=peak_memory_mb,
         )
-        if message.final:
+        paid_now = message.final or event.is_preview
+        if paid_now:
             self._payments.pay(child, message.stage_id, message.sequence)
-        state.stream.put(event, None if message.final else taken)
+        state.stream.put(event, None if paid_now else taken)
 
     def progress(self, state: RequestState, child: Child, message: Progress) -> None:
         state.stream.put(

@@ -14,6 +14,7 @@ from omnistage.config.pipeline import StageConfig
 from omnistage.config.resolved import OmniConfig
 from omnistage.contracts.errors import ProtocolError
 from omnistage.contracts.messages import InputConsumed, Output
+from omnistage.contracts.outputs import PARTIAL_IMAGE_INDEX
 from omnistage.engine.deliveries import Deliveries
 from omnistage.engine.joins import MAIN_ROLE, join_payloads
 from omnistage.engine.payments import Payments
@@ -46,10 +47,16 @@ class Router:
     def route(
         self, state: RequestState, child: Child, output: Output, frames: Sequence[Any]
     ) -> None:
-        """Send one output to the stages that read it and, from a final stage, to the caller."""
+        """Send one output to the stages that read it and, from a final stage, to the caller.
+
+        A preview is for the caller only: it is no piece of what a stage hands on.
+        """
         stage = self._pipeline.stages[output.stage_id]
+        is_preview = not output.final and PARTIAL_IMAGE_INDEX in output.payload.fields
         consumers = [
-            s for s in self._pipeline.consumers(stage.stage_id) if self._reads(state, child, s)
+            s
+            for s in self._pipeline.consumers(stage.stage_id)
+            if not is_preview and self._reads(state, child, s)
         ]
         to_client = stage.final_output and self._is_wanted(state, child, stage)
         self._payments.owe(child, output, len(consumers) + int(to_client))

@@ -1,7 +1,8 @@
 """The stream of one request: the orchestrator puts, the caller takes; bounded, never blocking.
 
 Partial outputs are bounded by the stages' credits, which come back only when the caller takes
-them. Progress is coalesced: only the newest of each child at each stage waits.
+them. Progress is coalesced: only the newest of each child at each stage waits. Of previews, which
+a later event replaces, the newest `MAX_PARTIAL_IMAGES` wait; they never make a stream full.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from omnistage.contracts.errors import OmniError
 from omnistage.contracts.outputs import OmniRequestOutput
+from omnistage.contracts.sampling import MAX_PARTIAL_IMAGES
 
 Source = tuple[int | None, int]
 """(stage, child)."""
@@ -65,6 +67,8 @@ class OutputStream:
             if older is not None:
                 self._items.remove(older)
             self._progress[item.source] = item
+        if output.is_preview:
+            self._make_room(item.source)
         self._items.append(item)
         self._finished = output.finished
         if on_taken is not None:
@@ -96,6 +100,11 @@ class OutputStream:
             self._unread[item.source] -= 1
             self._tell_full()
         return item.output
+
+    def _make_room(self, source: Source) -> None:
+        waiting = [i for i in self._items if i.output.is_preview and i.source == source]
+        if len(waiting) == MAX_PARTIAL_IMAGES:
+            self._items.remove(waiting[0])
 
     def _tell_full(self) -> None:
         full = self._unread.total() >= self._buffer or any(
