@@ -11,7 +11,7 @@ from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
 from omnistage.attention.joint_math import Projections, rotate
-from omnistage.attention.joint_op import joint_attention
+from omnistage.attention.joint_op import KERNEL_HEAD_SIZES, joint_attention
 from omnistage.contracts.errors import UnsupportedCombinationError
 
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -154,7 +154,7 @@ def can_fuse(attn: Any) -> bool:
     head_dim = attn.inner_dim // attn.heads
     norms = [getattr(attn, name) for name in NORMS]
     plain = all(_is_plain(norm) for norm in norms)
-    return plain and len({norm.eps for norm in norms}) == 1 and head_dim.bit_count() == 1
+    return plain and len({norm.eps for norm in norms}) == 1 and head_dim in KERNEL_HEAD_SIZES
 
 
 def _is_plain(norm: Any) -> bool:

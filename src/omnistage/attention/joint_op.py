@@ -17,6 +17,7 @@ from omnistage.attention.joint_math import Preparation, Projections, join_in_tor
 from omnistage.attention.joint_streams import Job, run_jobs
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
 class Run(NamedTuple):
@@ -58,7 +59,11 @@ def _uses_triton(image: Projections, preparation: Preparation) -> bool:
 def _join(
     image: Projections, text: Projections, preparation: Preparation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return join_in_torch(image, text, preparation)
+    if not _uses_triton(image, preparation):
+        return join_in_torch(image, text, preparation)
+    from omnistage.attention.triton_joint import join_with_triton
+
+    return join_with_triton(image, text, preparation)
 
 
 def _attend(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,15 @@ class Job(NamedTuple):
     work: Callable[[], None]
 
 
-@cache
+_OF_THREAD = threading.local()
+
+
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device for the whole process: streams come from a pool of 32 and are never freed."""
-    return torch.cuda.Stream(device)
+    """One a device and thread: a thread that captures a graph must share it with no other."""
+    streams: dict[torch.device, torch.cuda.Stream] = _OF_THREAD.__dict__
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
 
 
 def split_by_cost(jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
@@ -48,16 +53,18 @@ def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
     here, there = split_by_cost(jobs)
     with torch.cuda.device(device):
         current = torch.cuda.current_stream(device)
-        side = _side_stream(device) if there else current
-        side.wait_stream(current)
+        side = _side_stream(device) if there else None
+        if side is not None:
+            side.wait_stream(current)
         try:
-            _enqueue(there, side)
-            _enqueue(here, current)
+            for stream, share in ((side, there), (current, here)):
+                _enqueue(share, stream)
         finally:
-            current.wait_stream(side)
+            if side is not None:
+                current.wait_stream(side)
 
 
-def _enqueue(jobs: Sequence[Job], stream: torch.cuda.Stream) -> None:
+def _enqueue(jobs: Sequence[Job], stream: torch.cuda.Stream | None) -> None:
     with torch.cuda.stream(stream):
         for job in jobs:
             job.work()
