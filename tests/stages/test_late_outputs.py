@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -160,6 +161,38 @@ def test_a_drain_waits_for_late_outputs() -> None:
         assert output.identity == child
         acknowledge(bench, output)
         bench.until(Stopped)
+
+
+@pytest.mark.invariant("STAGE-INV-209")
+def test_a_drain_waits_for_work_whose_child_is_gone(monkeypatch) -> None:
+    """Longer than an end does; and an idle replica wakes although there is no outcome."""
+    monkeypatch.setattr(replica_module, "DRAIN_LIMIT_S", SHORT_S)
+    with ready_bench(runtime=LATE) as bench:
+        running = bench.submit("running", counting(1, late="gated"))
+        bench.until(InputConsumed)
+        assert bench.held()["late_outputs"] == 1
+        bench.abort(running)
+        bench.until(Aborted)
+        bench.replica.deliver(Drain())
+        with pytest.raises(queue.Empty):
+            bench._mail.get(timeout=3 * SHORT_S)
+        odd_runtime.gate.set()
+        bench.until(Stopped)
+        assert late_runtime.noted == ["finished", "closed"]
+
+
+@pytest.mark.invariant("STAGE-INV-200")
+def test_a_shutdown_ends_the_wait_for_a_place_in_the_queue(monkeypatch) -> None:
+    monkeypatch.setattr(replica_module, "DRAIN_LIMIT_S", SHORT_S)
+    with ready_bench(runtime=LATE) as bench:
+        for i in range(CAPACITY + 2):
+            bench.submit(f"{i}", counting(1, late="gated"))
+        for _ in range(CAPACITY + 2):
+            bench.until(InputConsumed)
+        time.sleep(SHORT_S)  # One runs, the rest but one fit: the last one's command waits.
+        bench.replica.deliver(Shutdown())
+        bench.until(Stopped)
+        assert late_runtime.noted == ["closed"]
 
 
 @pytest.mark.invariant("STAGE-INV-213")

@@ -43,7 +43,7 @@ class LateOutput:
 class OutputWorker:
     """One output thread and one that watches it; both start with the first work.
 
-    At most `capacity` works wait. `on_outcome` gets each work that is done, `on_stall` the error of
+    At most `capacity` works wait. `on_outcome` gets each work that has run, `on_stall` the error of
     a replica whose work has run for more than `limit_s` seconds, once; neither may block.
     """
 
@@ -188,7 +188,7 @@ class OutputWorker:
             if not late.withdrawn:
                 late.outcome = outcome
                 self._undelivered.append(late)
-                self._on_outcome(late)
+            self._on_outcome(late)  # Withdrawn or not: a replica that drains waits for this.
             self._changed.notify_all()
         return True
 
