@@ -72,7 +72,7 @@ def assert_same_rounding(found: Joint, expected: Joint, *, equal: float) -> None
         assert of_torch.float().abs().mean() > 0.5
         assert of_kernel.shape == of_torch.shape
         last_bit = torch.finfo(of_torch.dtype).eps
-        torch.testing.assert_close(of_kernel, of_torch, rtol=4 * last_bit, atol=16 * last_bit)
+        torch.testing.assert_close(of_kernel, of_torch, rtol=4 * last_bit, atol=64 * last_bit)
         assert (of_kernel == of_torch).float().mean() >= equal
 
 

@@ -208,3 +208,13 @@ def test_frequencies_are_kept_within_a_bound() -> None:
         assert frequencies(tokens)[1].shape[0] == tokens
     assert len(hook._kept) == hook.max_entries
     assert frequencies(3) is not first
+
+
+def test_the_operator_keeps_its_contract_with_torch() -> None:
+    """Its schema, what it says of shapes, and that it aliases nothing."""
+    stream, text = torch.randn(2, 5, 64), torch.randn(2, 3, 64)
+    turns = [torch.randn(tokens, 16, 2) for tokens in (5, 3)]
+    weights = [torch.randn(32) for _ in range(4)]
+    given = ([stream] * 3, [text] * 3, weights, turns, torch.tensor([3, 1]), 32, 1e-6, "")
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(joint_attention, given, test_utils=checks)

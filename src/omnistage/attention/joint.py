@@ -158,8 +158,10 @@ def can_fuse(attn: Any) -> bool:
 
 
 def _is_plain(norm: Any) -> bool:
-    hooked = getattr(norm, "_forward_pre_hooks", None) or hasattr(norm, "_hf_hook")
-    return type(norm) is RMSNorm and norm.weight is not None and norm.bias is None and not hooked
+    if type(norm) is not RMSNorm or norm.weight is None or norm.bias is not None:
+        return False
+    hooked = norm._forward_pre_hooks or norm._forward_hooks or "forward" in vars(norm)
+    return not hooked
 
 
 def install_joint_attention(transformer: Any) -> Callable[[], None]:
