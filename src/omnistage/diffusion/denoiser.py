@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from omnistage.contracts.errors import ConfigurationError
+from omnistage.observability.logging import get_logger
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from omnistage.diffusion.compilation import CompiledBlocks
+    from omnistage.diffusion.fused_layers import FusedLayers
+    from omnistage.diffusion.graphs import GraphCache
     from omnistage.platforms.base import Platform
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserSettings:
     """What may be done to a denoiser for speed.
 
-    `graphs` replays captured graphs for calls of up to `graph_max_tokens` (batch x sequence, text
-    included), at most `max_graphs` of them held. `coordinate_descent` lets the compiler try more
-    variants of reductions, which lengthens a compilation.
+    `compile` works by blocks. `graphs` replays captured graphs for calls of up to
+    `graph_max_tokens` (batch x sequence, text included: at more, launching kernels is not what
+    takes the time), at most `max_graphs` of them held. `coordinate_descent` lets the compiler tune
+    its kernels longer. `static_shapes`: how many shapes get compiled kernels of their own. `fuse`
+    replaces layers by fused ones. `backend` compiles: a name or callable that `torch.compile`
+    takes; only with one that is not the default are devices other than CUDA compiled for.
     """
 
     compile: bool = True
@@ -26,11 +39,18 @@ class DenoiserSettings:
     graph_max_tokens: int = 8192
     max_graphs: int = 16
     coordinate_descent: bool = False
+    static_shapes: int = 1
+    fuse: bool = True
+    backend: str | Callable[..., Any] | None = None
 
 
 class Denoiser:
     """A pipeline's denoising module as the step loop calls it: compiled by blocks and replayed
-    from captured graphs where that is on."""
+    from captured graphs where that is on.
+
+    `eager` (a stage's `enforce_eager`) leaves the module as it is, and so does a device of a kind
+    without captured graphs (all but CUDA), unless `settings.backend` names a compiler for it.
+    """
 
     def __init__(
         self,
@@ -44,26 +64,156 @@ class Denoiser:
         self.module = module
         self._platform = platform
         self._device = device
-        self._eager = eager
         self._settings = settings
+        slow_kind = platform.graphs_unavailable_reason() is not None
+        self._eager = eager or (slow_kind and settings.backend is None)
+        self._fused: FusedLayers | None = None
+        self._blocks: CompiledBlocks | None = None
+        self._graphs: GraphCache | None = None
 
     def install(self) -> None:
-        """Raises `ConfigurationError`."""
+        """Fuse, compile and prepare for graphs, as set. Nothing is compiled before the first call.
+
+        Raises `ConfigurationError` when the module cannot be compiled as it stands; then it is
+        left as it was.
+        """
+        if self._eager:
+            return
+        try:
+            self._install()
+        except BaseException:
+            self.close()
+            raise
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Equals `module(**inputs, return_dict=False)[0]`, without gradients."""
+        """Equals `module(**inputs, return_dict=False)[0]`, without gradients.
+
+        Raises `ConfigurationError` when the module does not compile, besides what it raises.
+        """
         import torch
 
         with torch.no_grad():
-            output: torch.Tensor = self.module(**inputs, return_dict=False)[0]
-        return output
+            if self._blocks is not None:
+                self._blocks.choose(_shapes(inputs))
+            if self._graphs is not None and self._may_replay(inputs):
+                return self._graphs(inputs)
+            return self._forward(**inputs)
 
     def describe(self) -> dict[str, Any]:
-        return {"eager": self._eager}
+        """For logs: "eager", "fused_layers", "compilations" by class of block, "compile_s" and
+        "graphs" (see `GraphCache.describe`; None where they are not in use)."""
+        blocks = self._blocks
+        return {
+            "eager": self._eager,
+            "fused_layers": len(self._fused) if self._fused else 0,
+            "compilations": blocks.compilations() if blocks else {},
+            "compile_s": blocks.seconds() if blocks else 0.0,
+            "graphs": self._graphs.describe() if self._graphs else None,
+        }
 
     def compilations(self) -> int:
         """How many block variants were compiled so far."""
-        return 0
+        return sum(self._blocks.compilations().values()) if self._blocks else 0
+
+    def forget_graphs(self) -> None:
+        """Must be called when weights have been replaced or moved: graphs know their addresses."""
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def close(self) -> None:
-        """Undo what `install` did."""
+        """Undo exactly what `install` did, last first, and free the graphs."""
+        if self._graphs is not None:
+            self._graphs.clear()
+            self._graphs = None
+        if self._blocks is not None:
+            self._blocks.close()
+            self._blocks = None
+        if self._fused is not None:
+            self._fused.close()
+            self._fused = None
+
+    def _install(self) -> None:
+        from omnistage.diffusion.compilation import CompiledBlocks
+        from omnistage.diffusion.fused_layers import FusedLayers
+        from omnistage.diffusion.graphs import GraphCache
+
+        settings = self._settings
+        if settings.fuse:
+            self._fused = FusedLayers()
+            self._fused.install(self.module)
+        if settings.compile:
+            if (
+                settings.backend is None
+                and self._platform.capabilities(self._device).triton is None
+            ):
+                raise ConfigurationError(
+                    f"compiling for {self._device} needs the package triton; install it or start "
+                    "with --enforce-eager"
+                )
+            self._blocks = CompiledBlocks(
+                self.module,
+                coordinate_descent=settings.coordinate_descent,
+                static_shapes=settings.static_shapes,
+                backend=settings.backend or "inductor",
+            )
+            self._blocks.install()
+        if settings.graphs:
+            self._graphs = GraphCache(
+                self._forward, self._platform, self._device, settings.max_graphs
+            )
+
+    def _forward(self, **inputs: Any) -> torch.Tensor:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if self._blocks is None:
+            output: torch.Tensor = self.module(**inputs, return_dict=False)[0]
+            return output
+        try:
+            output = self.module(**inputs, return_dict=False)[0]
+        except TorchDynamoException as error:
+            raise _not_compiled(self.module, error) from error
+        return output
+
+    def _may_replay(self, inputs: Mapping[str, Any]) -> bool:
+        """Hooks on the module expect to be called; a graph would leave them out."""
+        module = self.module
+        hooked = module._forward_pre_hooks or module._forward_hooks
+        return not hooked and tokens_of(module, inputs) <= self._settings.graph_max_tokens
+
+
+def tokens_of(module: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Batch x sequence of a call, image and text: of `hidden_states` (batch, tokens, channels) or
+    (batch, channels, …, height, width), and of `encoder_hidden_states` (batch, tokens, width)."""
+    x = inputs["hidden_states"]
+    if x.ndim == 3:
+        tokens = x.shape[0] * x.shape[1]
+    else:
+        patch = getattr(module.config, "patch_size", 1)
+        patch_area = patch * patch if isinstance(patch, int) else patch[-1] * patch[-2]
+        tokens = x.shape[0] * x[0, 0].numel() // patch_area
+    text = inputs.get("encoder_hidden_states")
+    return tokens + (text.shape[0] * text.shape[1] if text is not None and text.ndim == 3 else 0)
+
+
+def _shapes(value: Any) -> Hashable:
+    """Shapes of the tensors in arguments, nested as they are."""
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        return tuple((name, _shapes(item)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_shapes(item) for item in value)
+    return None
+
+
+def _not_compiled(module: nn.Module, error: BaseException) -> BaseException:
+    import torch
+
+    cause = getattr(error, "inner_exception", None)
+    if isinstance(cause, torch.OutOfMemoryError):
+        return cause
+    first_line = str(error).strip().partition("\n")[0]
+    return ConfigurationError(
+        f"{type(module).__name__} cannot be compiled ({first_line}); start with --enforce-eager",
+        detail="".join(traceback.format_exception(error)),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,6 +78,16 @@ class Stream(Protocol):
     def synchronize(self) -> None: ...
 
 
+class CapturedGraph(Protocol):
+    """Work recorded once, named and behaving as `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Do the work again, on the current stream, with what its tensors hold now."""
+
+    def reset(self) -> None:
+        """Free the graph's own memory."""
+
+
 class Platform(Protocol):
     """One kind of device. Implementations derive from this class and override what differs.
 
@@ -140,6 +151,25 @@ class Platform(Protocol):
 
     def synchronize(self, device: str) -> None:
         """Wait for all work on the device."""
+        ...
+
+    def graphs_unavailable_reason(self) -> str | None:
+        """Why work cannot be captured on devices of this kind, or None."""
+        return f"{self.device_type.upper()} devices have no captured graphs"
+
+    def graph_pool(self, device: str) -> Any:
+        """What graphs share that reuse each other's memory: none may rely on what it left in its
+        results when another has been replayed since."""
+        ...
+
+    def capture_graph(
+        self, device: str, work: Callable[[], Any], *, pool: Any, stream: Stream
+    ) -> tuple[CapturedGraph, Any]:
+        """Run `work` once on `stream`, then record it there, together with its result, which holds
+        something only after a replay. Other threads may go on using the device.
+
+        Raises what `work` raises, and `RuntimeError` for work that cannot be captured.
+        """
         ...
 
     def memory_stats(self, device: str) -> MemoryStats: ...

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.platforms import host_memory
 from omnistage.platforms.attention_probe import usable_attention_kernels
-from omnistage.platforms.base import Capabilities, DeviceInfo, MemoryStats, Platform, parse_device
+from omnistage.platforms.base import (
+    Capabilities,
+    CapturedGraph,
+    DeviceInfo,
+    MemoryStats,
+    Platform,
+    parse_device,
+)
 
 
 class CpuEvent:
@@ -91,6 +99,14 @@ class CpuPlatform(Platform):
 
     def synchronize(self, device: str) -> None:
         pass
+
+    def graph_pool(self, device: str) -> Any:
+        raise ConfigurationError(f"{self.graphs_unavailable_reason()}; turn graphs off")
+
+    def capture_graph(
+        self, device: str, work: Callable[[], Any], *, pool: Any, stream: Any
+    ) -> tuple[CapturedGraph, Any]:
+        raise ConfigurationError(f"{self.graphs_unavailable_reason()}; turn graphs off")
 
     def memory_stats(self, device: str) -> MemoryStats:
         resident_bytes = host_memory.resident_bytes()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from omnistage.platforms.attention_probe import usable_attention_kernels
-from omnistage.platforms.base import Capabilities, DeviceInfo, MemoryStats, Platform
+from omnistage.platforms.base import (
+    Capabilities,
+    CapturedGraph,
+    DeviceInfo,
+    MemoryStats,
+    Platform,
+)
 from omnistage.platforms.cuda_driver import DriverDevice, free_bytes, probe_driver
 from omnistage.platforms.torch_build import package_version, torch_cuda_version, torch_version
 
@@ -63,6 +70,34 @@ class CudaPlatform(Platform):
         import torch
 
         torch.cuda.synchronize(device)
+
+    def graphs_unavailable_reason(self) -> str | None:
+        return None
+
+    def graph_pool(self, device: str) -> Any:
+        import torch
+
+        return torch.cuda.graph_pool_handle()
+
+    def capture_graph(
+        self, device: str, work: Callable[[], Any], *, pool: Any, stream: Any
+    ) -> tuple[CapturedGraph, Any]:
+        """Only calls of the capturing thread are held to what can be captured ("thread_local"):
+        another one may be copying results to the host meanwhile."""
+        import torch
+
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            work()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            result = work()
+        return graph, result
 
     def memory_stats(self, device: str) -> MemoryStats:
         import torch
