@@ -112,7 +112,14 @@ WHILE_LOADING: dict[str, tuple[Prepare, str]] = {
         serving("--device", "cpu", "--rank-parallel-size", "2"),
         "a diffusion stage of 2 ranks is not there yet",
     ),
-    "request batching": (serving("--max-num-seqs", "2"), "request batching is not there yet"),
+    "a batch that nothing joins": (
+        serving("--request-batch-max-wait-ms", "20"),
+        "request_batch_max_wait_ms=20 has no effect with max_num_seqs=1",
+    ),
+    "a wait for a batch that requests join at any time": (
+        serving("--step-execution", "--request-batch-max-wait-ms", "20"),
+        "request_batch_max_wait_ms=20 has no effect in step mode",
+    ),
     "offload that is not there": (serving("--offload", "model"), "offload 'model' is not there"),
 }
 

@@ -15,7 +15,9 @@ from tests.cli.test_parsing import parser_of
 DEPLOYMENT = """
 --deploy-config --stage-overrides --device --devices --num-replicas --process --dtype
 --max-num-seqs --output-window --connector --shm-threshold-bytes --memory-budget-gib --offload
---enforce-eager --no-enforce-eager --init-timeout --stage-init-timeout --init-timeout-s
+--enforce-eager --no-enforce-eager --step-execution --no-step-execution
+--request-batch-max-wait-ms --diffusion-streaming-output --no-diffusion-streaming-output
+--init-timeout --stage-init-timeout --init-timeout-s
 --heartbeat-timeout --heartbeat-timeout-s --omni-heartbeat-timeout --operation-limits
 --operation-limits-s --restart --default-sampling-params --options --tensor-parallel-size
 --sequence-parallel-size --ulysses-degree --usp --data-parallel-size --pipeline-parallel-size

@@ -62,6 +62,9 @@ class RecordingContext:
     def operation(self, kind: str) -> None:
         self.operations.append(kind)
 
+    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
+        raise AssertionError("nothing is finished later on a CPU")
+
 
 class Driver:
     """A leader and its one rank."""
@@ -75,7 +78,7 @@ class Driver:
 
     @property
     def pipeline(self) -> Any:
-        return self.executor._loaded.base
+        return self.executor._variants.base
 
     def emission(
         self,

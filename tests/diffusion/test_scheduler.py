@@ -18,6 +18,7 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Emission, StageRequest
 from omnistage.contracts.sampling import OmniTokenSamplingParams
+from omnistage.diffusion.batching import pack, unpack
 from omnistage.diffusion.runtime import DiffusionRuntime
 from tests.diffusion.driver import diffusion_request, diffusion_stage
 
@@ -32,7 +33,7 @@ def request(name: str, **changes) -> StageRequest:
 
 def finish(scheduler, command) -> tuple[Emission, ...]:
     result = StageData(modality=Modality.IMAGE, fields={"timings_s": {"exec": 1.0}})
-    return tuple(scheduler.complete(command, [result]))
+    return tuple(scheduler.complete(command, [pack([result] * len(command.identities))]))
 
 
 def drain(scheduler) -> list[str]:
@@ -133,10 +134,11 @@ def test_a_command_carries_all_that_a_rank_needs_as_plain_values():
     command = scheduler.next_command()
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(command.data.fields))
     assert plain == command.data.fields
-    params = plain["params"]
+    (payload,) = unpack(command.data)
+    params = payload.fields["params"]
     assert (params["height"], params["num_inference_steps"]) == (32, 9)
     assert isinstance(params["seed"], int), "drawn once, so that all ranks have the same"
-    assert command.data.tensors["latents"] is latents
+    assert payload.tensors["latents"] is latents
 
 
 class TestStreamedInput:
@@ -155,7 +157,8 @@ class TestStreamedInput:
         scheduler.append_input(identity, self.piece("cat", negative_prompt="bad"), 0)
         assert scheduler.next_command() is None
         scheduler.end_input(identity, 0)
-        fields = scheduler.next_command().data.fields
+        (payload,) = unpack(scheduler.next_command().data)
+        fields = payload.fields
         assert (fields["prompt"], fields["negative_prompt"]) == ("a red cat", "bad")
 
     def test_a_later_epoch_replaces_what_came_before(self, open_request):
@@ -166,7 +169,8 @@ class TestStreamedInput:
         assert scheduler.next_command() is None
         scheduler.append_input(identity, self.piece("dog"), 1)
         scheduler.end_input(identity, 1)
-        assert scheduler.next_command().data.fields["prompt"] == "a blue dog"
+        (payload,) = unpack(scheduler.next_command().data)
+        assert payload.fields["prompt"] == "a blue dog"
 
     def test_others_pass_a_request_that_waits_for_input(self, open_request):
         scheduler, _ = open_request
@@ -192,5 +196,5 @@ def test_a_request_without_credits_waits_for_them():
 
 
 def test_batching_of_requests_is_refused_at_start():
-    with pytest.raises(UnsupportedCombinationError, match="request batching"):
+    with pytest.raises(UnsupportedCombinationError, match="supports_request_batch"):
         make_scheduler(max_num_seqs=2)

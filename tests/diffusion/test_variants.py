@@ -76,10 +76,10 @@ def test_inpainting_equals_the_sibling_of_diffusers(name, driver, reference):
 @pytest.mark.invariant("DIFF-MODEL-INV-010")
 def test_a_sibling_shares_every_component_and_is_made_once(driver):
     ours = driver("flux")
-    call = picture_call("flux", ours.executor._loaded._sibling("Img2Img"))
+    call = picture_call("flux", ours.executor._variants._sibling("Img2Img"))
     ours.run(request_of(call, SEED, None))
-    made = ours.executor._loaded._sibling("Img2Img")
-    assert made is ours.executor._loaded._sibling("Img2Img")
+    made = ours.executor._variants._sibling("Img2Img")
+    assert made is ours.executor._variants._sibling("Img2Img")
     for part, module in ours.pipeline.components.items():
         if part in made.components:
             assert made.components[part] is module

@@ -59,6 +59,9 @@ class LateScheduler(OddScheduler):
         super().abort(key)
         self._late.pop(key, None)
 
+    def next_wake_s(self) -> float | None:
+        return None
+
     def counts(self) -> tuple[int, int]:
         return (len(self._late), super().counts()[1])
 

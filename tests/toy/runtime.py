@@ -155,6 +155,9 @@ class ToyScheduler:
     ) -> Iterable[Emission]:
         raise InternalError("the toy finishes nothing later")
 
+    def next_wake_s(self) -> float | None:
+        return None
+
     def counts(self) -> tuple[int, int]:
         return (0, len(self._children))
 

@@ -15,6 +15,7 @@ from omnistage.config.settings import deployment_settings, stage_settings
 _DETAILS = (
     ("dtype", "memory_budget_gib", "offload", "enforce_eager"),
     ("max_num_seqs", "output_window", "connector", "shm_threshold_bytes"),
+    ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output"),
     ("init_timeout_s", "heartbeat_timeout_s"),
 )
 

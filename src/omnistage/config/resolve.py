@@ -22,7 +22,7 @@ from omnistage.config.resolved import (
     ResolvedStage,
     RestartPolicy,
 )
-from omnistage.config.schema import PARALLEL_KEYS, STAGE_KEYS
+from omnistage.config.schema import DIFFUSION_KEYS, PARALLEL_KEYS, STAGE_KEYS
 from omnistage.config.settings import check_stage_ids, deployment_settings, stage_settings
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.contracts.sampling import (
@@ -78,7 +78,7 @@ def resolve_config(
         served_model_name=top.pop("served_model_name", served_model_name),
         pipeline=pipeline,
         stages=tuple(
-            _resolve_stage(stage, model_path, _values(pipeline, layers, stage.stage_id), present)
+            _resolve_stage(stage, model_path, _values(pipeline, layers, stage), present)
             for stage in pipeline.stages
         ),
         limits=EngineLimits(**top.pop("limits", {})),
@@ -86,8 +86,23 @@ def resolve_config(
     )
 
 
-def _values(pipeline: PipelineConfig, layers: Sequence[Layer], stage_id: int) -> dict[str, Any]:
-    return {name: s.value for name, s in stage_settings(pipeline, layers, stage_id).items()}
+def _values(
+    pipeline: PipelineConfig, layers: Sequence[Layer], stage: StageConfig
+) -> dict[str, Any]:
+    """The stage's settings. Those of diffusion stages are an error at another kind of stage, and
+    left out there when they are given for the whole deployment."""
+    settings = stage_settings(pipeline, layers, stage.stage_id)
+    values = {name: setting.value for name, setting in settings.items()}
+    if stage.execution_type is ExecutionType.DIFFUSION:
+        return values
+    for layer in layers:
+        for name in DIFFUSION_KEYS:
+            if name in layer.stages.get(stage.stage_id, {}):
+                raise ConfigurationError(
+                    f"{layer.origin}: {name} is for diffusion stages, but stage {stage.stage_id} "
+                    f"({stage.name}) is of kind {stage.execution_type.value}"
+                )
+    return {name: value for name, value in values.items() if name not in DIFFUSION_KEYS}
 
 
 def _check_pipeline_name(

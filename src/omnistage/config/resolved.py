@@ -72,7 +72,8 @@ class ResolvedStage:
     engine's own. `devices` has one entry a rank ("cpu", "cuda:0"), for each replica in turn or once
     for all of them: `for_replica` picks. `output_window` is how many outputs of one child may be
     unacknowledged. `memory_budget_gib` bounds what the weights of a
-    rank take; None means no bound.
+    rank take; None means no bound. `step_execution`, `request_batch_max_wait_ms` and
+    `diffusion_streaming_output` are for diffusion stages.
     """
 
     stage: StageConfig
@@ -89,6 +90,9 @@ class ResolvedStage:
     memory_budget_gib: float | None = None
     offload: str = "none"
     enforce_eager: bool = False
+    step_execution: bool = False
+    request_batch_max_wait_ms: float = 0.0
+    diffusion_streaming_output: bool = False
     init_timeout_s: float = 300.0
     heartbeat_timeout_s: float = 30.0
     operation_limits_s: dict[str, float] = field(

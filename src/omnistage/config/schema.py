@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=WEEK_S)]
 """Every wait has a deadline: at most a week."""
+Milliseconds = Annotated[float, Meta(ge=0, le=60_000)]
 Gibibytes = Annotated[float, Meta(gt=0, le=1e6)]
 Text = Annotated[str, Meta(min_length=1)]
 ProcessName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -83,7 +84,17 @@ STAGE_KEYS = {
         meaning="who moves weights between host and device",
     ),
     "enforce_eager": Key(
-        type=bool, meaning="compile nothing, capture no graphs (nothing does as yet)"
+        type=bool, meaning="compile nothing, capture no graphs, fuse no layers on a GPU"
+    ),
+    "step_execution": Key(
+        type=bool, meaning="diffusion: requests join and leave between denoising steps"
+    ),
+    "request_batch_max_wait_ms": Key(
+        type=Milliseconds,
+        meaning="diffusion, request mode: how long a batch may wait for more requests",
+    ),
+    "diffusion_streaming_output": Key(
+        type=bool, meaning="diffusion: show previews to who asks; turns on step_execution"
     ),
     "init_timeout": Key(
         type=Seconds, meaning="seconds a replica may take to load", attribute="init_timeout_s"
@@ -112,6 +123,9 @@ STAGE_KEYS = {
     "cfg_parallel_size": Key(type=Count, meaning="ranks that split the guidance branches"),
     "rank_parallel_size": Key(type=Count, meaning="ranks that divide work as the runtime likes"),
 }
+
+DIFFUSION_KEYS = ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output")
+"""Set for a whole deployment they are for its diffusion stages; set for another stage, an error."""
 
 PARALLEL_KEYS = tuple(name for name in STAGE_KEYS if name.endswith("_parallel_size"))
 

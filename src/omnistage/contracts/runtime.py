@@ -124,6 +124,10 @@ class Scheduler(Protocol):
         """The outcome of a work given to `ExecutionContext.finish_later`, after the `complete` of
         its command. Keep a child, and count it, until its last one is delivered or it ends."""
 
+    def next_wake_s(self) -> float | None:
+        """After `next_command` returned None: seconds until it may have something although nothing
+        arrives, None when only mail can change that."""
+
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import TYPE_CHECKING
 
-from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
+from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.contracts.runtime import Scheduler
+from omnistage.contracts.sampling import OmniDiffusionSamplingParams
+from omnistage.diffusion.batching import call_key, shape_key
 from omnistage.diffusion.executor import DiffusionExecutor
 from omnistage.diffusion.options import DiffusionOptions, read_options
-from omnistage.diffusion.scheduler import request_scheduler
+from omnistage.diffusion.queue import WaitingQueue
+from omnistage.diffusion.request_scheduler import RequestScheduler
+from omnistage.diffusion.step_scheduler import StepScheduler
 from omnistage.parallel.groups import open_process_groups
 from omnistage.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
-
-SCHEDULERS: dict[str, Callable[[ResolvedStage, DiffusionOptions], Scheduler]] = {
-    "request": request_scheduler,
-}
-"""By `execution_mode`. All of them share the executor and the output stream."""
 
 
 class DiffusionRuntime:
@@ -27,21 +26,98 @@ class DiffusionRuntime:
 
     @staticmethod
     def scheduler(stage: ResolvedStage) -> Scheduler:
-        """Raises `ConfigurationError` or `UnsupportedCombinationError` for options that this
-        version cannot serve."""
+        """Raises `ConfigurationError` or `UnsupportedCombinationError` for settings that cannot
+        be served, before anything is loaded."""
         options = read_options(stage.options)
         _check_ranks(stage)
-        make = SCHEDULERS.get(options.execution_mode)
-        if make is None:
-            raise ConfigurationError(
-                f"execution_mode {options.execution_mode!r} is not there; "
-                f"allowed: {', '.join(SCHEDULERS)}"
-            )
-        return make(stage, options)
+        check_mode(stage, options)
+        return step_scheduler(stage, options) if steps(stage) else request_scheduler(stage, options)
 
     @staticmethod
     def executor(stage: ResolvedStage, rank: int, world_size: int) -> DiffusionExecutor:
         return DiffusionExecutor(stage, read_options(stage.options), rank, world_size)
+
+
+def steps(stage: ResolvedStage) -> bool:
+    """Whether the stage runs in step mode: previews need it."""
+    return stage.step_execution or stage.diffusion_streaming_output
+
+
+def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
+    """Raises `UnsupportedCombinationError` for flags of which one would have no effect."""
+    wait_ms = stage.request_batch_max_wait_ms
+    model = stage.model_path.rpartition("/")[2]
+    if steps(stage):
+        if options.step_family is None:
+            flag = "step_execution" if stage.step_execution else "diffusion_streaming_output"
+            raise UnsupportedCombinationError(
+                f"{flag}: the pipeline of {model} has no step mode (no prepare_encode, "
+                "denoise_step, step_scheduler and post_decode); leave the flag out",
+                param=flag,
+            )
+        if wait_ms:
+            raise UnsupportedCombinationError(
+                f"request_batch_max_wait_ms={wait_ms:g} has no effect in step mode, where requests "
+                "join between steps; leave it out",
+                param="request_batch_max_wait_ms",
+            )
+        return
+    if stage.max_num_seqs > 1 and not options.supports_request_batch:
+        raise UnsupportedCombinationError(
+            f"max_num_seqs={stage.max_num_seqs}: the pipeline of {model} does not declare "
+            "request batches (supports_request_batch); use max_num_seqs=1",
+            param="max_num_seqs",
+        )
+    if wait_ms and stage.max_num_seqs == 1:
+        raise UnsupportedCombinationError(
+            f"request_batch_max_wait_ms={wait_ms:g} has no effect with max_num_seqs=1: there is "
+            "no batch to wait for; raise max_num_seqs or leave it out",
+            param="request_batch_max_wait_ms",
+        )
+
+
+def request_scheduler(stage: ResolvedStage, options: DiffusionOptions) -> RequestScheduler:
+    queue = WaitingQueue(
+        capacity=options.max_queued_requests,
+        defaults=stage.default_sampling_params,
+        batch_key=call_key,
+        clock=time.monotonic,
+        check=refuse_previews,
+    )
+    return RequestScheduler(
+        queue,
+        max_num_seqs=stage.max_num_seqs,
+        max_wait_s=stage.request_batch_max_wait_ms / 1000,
+    )
+
+
+def step_scheduler(stage: ResolvedStage, options: DiffusionOptions) -> StepScheduler:
+    queue = WaitingQueue(
+        capacity=options.max_queued_requests,
+        defaults=stage.default_sampling_params,
+        batch_key=shape_key,
+        clock=time.monotonic,
+        check=allow_previews if stage.diffusion_streaming_output else refuse_previews,
+    )
+    return StepScheduler(
+        queue,
+        max_num_seqs=stage.max_num_seqs,
+        max_shapes=options.max_batch_shapes,
+        max_overtakes=options.max_overtakes,
+    )
+
+
+def allow_previews(params: OmniDiffusionSamplingParams) -> None:
+    """A stage with `diffusion_streaming_output` refuses nothing."""
+
+
+def refuse_previews(params: OmniDiffusionSamplingParams) -> None:
+    if params.partial_images:
+        raise UnsupportedCombinationError(
+            f"partial_images={params.partial_images}: this stage shows no intermediate pictures; "
+            "start the server with --diffusion-streaming-output, or ask for 0",
+            param="partial_images",
+        )
 
 
 def _check_ranks(stage: ResolvedStage) -> None:

@@ -7,7 +7,7 @@ step callback and 17 never read `interrupt`. All of them call their modules.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +37,14 @@ class PipelineWatch:
         self,
         pipeline: Any,
         context: ExecutionContext,
-        identity: RequestIdentity,
+        identities: Sequence[RequestIdentity],
         synchronize: Callable[[], None],
     ) -> None:
         self._pipeline = pipeline
         self._parts = find_parts(pipeline)
         self._synchronize = synchronize
         self._context = context
-        self._identity = identity
+        self._identities = tuple(identities)
         self._schedulers: list[Any] | None = None
         self._marker: Any = None
         self._broken: list[torch.Tensor] = []
@@ -78,7 +78,7 @@ class PipelineWatch:
     def finish(self) -> dict[str, float]:
         """Report the last step and return seconds by phase."""
         if self.total_steps:
-            self._context.progress(self._identity, self.total_steps, self.total_steps)
+            self._report(self.total_steps)
         end_s = time.perf_counter()
         denoise_s = self._denoise_s if self._denoise_s is not None else end_s
         decode_s = self._decode_s if self._decode_s is not None else end_s
@@ -96,8 +96,14 @@ class PipelineWatch:
         return list((self._parts.decoders or self._parts.denoisers).values())
 
     def _check(self) -> None:
-        if self._identity.key in self._context.checkpoint():
-            raise RequestCancelledError(f"request {self._identity} was cancelled")
+        cancelled = self._context.checkpoint()
+        if all(identity.key in cancelled for identity in self._identities):
+            names = ", ".join(map(str, self._identities))
+            raise RequestCancelledError(f"request {names} was cancelled")
+
+    def _report(self, step: int) -> None:
+        for identity in self._identities:
+            self._context.progress(identity, step, self.total_steps)
 
     def _before_encoder(self, module: nn.Module, args: Any) -> None:
         self._check()
@@ -116,7 +122,7 @@ class PipelineWatch:
     def _begin_step(self) -> None:
         self.total_steps = max(self.total_steps, self._known_total(), self.steps_begun + 1)
         self._context.operation("step")
-        self._context.progress(self._identity, self.steps_begun, self.total_steps)
+        self._report(self.steps_begun)
         self.steps_begun += 1
 
     def _known_total(self) -> int:

@@ -42,7 +42,9 @@ BUNDLED: dict[str, str] = {
 BUNDLED_OWNER = "omnistage/"
 """Names under it are never looked for on the hub, where someone else may own them."""
 
-FAMILIES: dict[str, str] = {}
+FAMILIES: dict[str, str] = {
+    "QwenImagePipeline": "omnistage.models.qwen_image.pipeline",
+}
 """By the `_class_name` of `model_index.json`; classes without a family of their own are generic."""
 
 GENERIC_FAMILY = "omnistage.models.diffusers_generic.pipeline"

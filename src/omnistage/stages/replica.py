@@ -220,7 +220,7 @@ class Replica:
                 return
             else:
                 self._clock.idle()
-                self._read_mail(wait=True)
+                self._read_mail(wait=True, limit_s=self._scheduler.next_wake_s())
 
     def _holds_anything(self) -> bool:
         """Work to do, or outputs that nobody has taken yet."""
@@ -259,10 +259,12 @@ class Replica:
 
     # mail -------------------------------------------------------------------------------------
 
-    def _read_mail(self, *, wait: bool) -> None:
-        """Handle all mail that is there; with `wait`, sleep until some arrives."""
+    def _read_mail(self, *, wait: bool, limit_s: float | None = None) -> None:
+        """Handle all mail that is there; with `wait`, sleep until some arrives or the scheduler
+        has something to do without (`limit_s`)."""
+        timeout_s = _IDLE_WAIT_S if limit_s is None else min(limit_s, _IDLE_WAIT_S)
         try:
-            self._handle(*self._inbox.get(block=wait, timeout=_IDLE_WAIT_S))
+            self._handle(*self._inbox.get(block=wait, timeout=timeout_s))
             while True:
                 self._handle(*self._inbox.get_nowait())
         except queue.Empty:

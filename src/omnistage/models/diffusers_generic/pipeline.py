@@ -33,17 +33,35 @@ def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
             f"{class_name} makes {what}, which is not served yet; "
             "this version serves diffusers pipelines that make pictures"
         )
+    return one_stage_pipeline(
+        MODEL_TYPE,
+        class_name,
+        default_sampling_params=default_sampling_params(class_name),
+        options=picture_options(class_name),
+    )
+
+
+def pipeline_with_steps(
+    model_type: str, index: Mapping[str, Any], options: Mapping[str, Any]
+) -> PipelineConfig:
+    """For a family's folder: as the generic pipeline, with the family's options beside."""
+    class_name = index["_class_name"]
+    return one_stage_pipeline(
+        model_type,
+        class_name,
+        default_sampling_params=default_sampling_params(class_name),
+        options={**picture_options(class_name), **options},
+    )
+
+
+def picture_options(class_name: str) -> dict[str, Any]:
+    """What the class does with pictures that a request brings."""
     options: dict[str, Any] = {}
     if needs_picture(class_name):
         options["image_input"] = "required"
     if class_name in TAKES_SEVERAL_PICTURES:
         options["max_images"] = MAX_REFERENCE_PICTURES
-    return one_stage_pipeline(
-        MODEL_TYPE,
-        class_name,
-        default_sampling_params=default_sampling_params(class_name),
-        options=options,
-    )
+    return options
 
 
 def one_stage_pipeline(

@@ -1,0 +1,86 @@
+"""What makes a family's denoiser fast on a GPU, put on at load and taken off at close.
+
+Nothing of it is on under `enforce_eager`, on a CPU, or for a pipeline without a family.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from omnistage.contracts.runtime import LoadReporter
+from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings
+from omnistage.diffusion.family import StepFamily
+from omnistage.diffusion.imports import load_family
+from omnistage.diffusion.options import DiffusionOptions
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+    from omnistage.config.resolved import ResolvedStage
+    from omnistage.diffusion.step_runner import StepRunner
+    from omnistage.platforms.base import Platform
+
+
+class FastPath:
+    """The family of the loaded pipeline, its denoiser, and how to undo what they changed."""
+
+    def __init__(
+        self, stage: ResolvedStage, options: DiffusionOptions, platform: Platform, device: str
+    ) -> None:
+        self._stage = stage
+        self._options = options
+        self._platform = platform
+        self._device = device
+        self._on_gpu = device.partition(":")[0] != "cpu"
+        self._undo: list[Callable[[], None]] = []
+        self._denoiser: Denoiser | None = None
+        self.family: StepFamily | None = None
+
+    @property
+    def _steps(self) -> bool:
+        return self._stage.step_execution or self._stage.diffusion_streaming_output
+
+    def install(self, pipeline: DiffusionPipeline) -> None:
+        """Raises `ConfigurationError` for a family or a denoiser that cannot be used."""
+        fast = self._on_gpu and not self._stage.enforce_eager
+        if self._options.step_family is None or not (self._steps or fast):
+            return
+        self.family = load_family(self._options.step_family, pipeline)
+        self._undo += self.family.install()
+        settings = DenoiserSettings(
+            graphs=self._options.graph_max_tokens > 0,
+            graph_max_tokens=max(1, self._options.graph_max_tokens),
+            max_graphs=self._options.max_graphs,
+            coordinate_descent=self._options.coordinate_descent,
+        )
+        self._denoiser = Denoiser(
+            self.family.module, self._platform, self._device, eager=not fast, settings=settings
+        )
+        self._denoiser.install()
+        self.family.denoiser = self._denoiser
+        self.family.in_one_batch = self._options.guidance_in_one_batch
+
+    def warm_up(self, steps: StepRunner | None, report: LoadReporter) -> None:
+        """Run a short request of each of `warmup_sizes`, so that nobody waits for a compiler."""
+        sizes = self._options.warmup_shapes
+        if steps is None or self._denoiser is None or not self._on_gpu:
+            return
+        for number, (height, width) in enumerate(sizes):
+            started, before = time.monotonic(), self._denoiser.compilations()
+            report(f"compiling for {width}x{height}", number / len(sizes))
+            steps.warm_up(height, width)
+            compiled = self._denoiser.compilations() - before
+            seconds = time.monotonic() - started
+            report(f"compiled {compiled} block variants in {seconds:.0f} s", number / len(sizes))
+
+    def describe(self) -> dict[str, Any]:
+        return {"eager": True} if self._denoiser is None else self._denoiser.describe()
+
+    def close(self) -> None:
+        if self._denoiser is not None:
+            self._denoiser.close()
+        while self._undo:
+            self._undo.pop()()
+        self.family = self._denoiser = None

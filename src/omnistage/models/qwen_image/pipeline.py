@@ -1,0 +1,18 @@
+"""Qwen-Image: one denoising stage, with step mode and request batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omnistage.config.pipeline import PipelineConfig
+from omnistage.models.diffusers_generic.pipeline import pipeline_with_steps
+
+STEP_OPTIONS: dict[str, Any] = {
+    "step_family": "omnistage.models.qwen_image.steps:QwenImageSteps",
+    "supports_request_batch": True,
+}
+
+
+def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
+    return pipeline_with_steps("qwen_image", index, STEP_OPTIONS)
