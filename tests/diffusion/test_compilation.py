@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental import _config
 
+from omnistage.attention.joint import install_joint_attention
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.diffusion.compilation import CompiledBlocks, repeated_blocks
 from tests.diffusion import denoisers
@@ -37,8 +39,8 @@ class Compiler:
 
 
 def run(blocks: CompiledBlocks, module: nn.Module, inputs: dict) -> torch.Tensor:
-    blocks.choose(tuple(value.shape for value in inputs.values() if hasattr(value, "shape")))
-    with torch.no_grad():
+    shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
+    with blocks.for_shapes(shapes), torch.no_grad():
         return module(**inputs, return_dict=False)[0]
 
 
@@ -72,7 +74,7 @@ ONE_AT_A_TIME = [
 )
 def test_many_shapes_take_few_variants(name: str) -> None:
     module, plain, compiler = denoisers.make(name), denoisers.make(name), Compiler()
-    blocks = CompiledBlocks(module, backend=compiler)
+    blocks = CompiledBlocks(module, backend=compiler, static_shapes=1)
     blocks.install()
     for shape in ONE_AT_A_TIME + random_shapes(30):
         inputs = denoisers.call(name, **shape)
@@ -131,7 +133,7 @@ def test_blocks_are_the_declared_ones_else_the_longest_list() -> None:
 
 def test_all_blocks_of_a_class_share_one_variant() -> None:
     module, compiler = Stack(), Compiler()
-    blocks = CompiledBlocks(module, backend=compiler)
+    blocks = CompiledBlocks(module, backend=compiler, static_shapes=1)
     blocks.install()
     for _ in range(2):
         run(blocks, module, {"x": torch.ones(2, 4)})
@@ -142,12 +144,17 @@ def test_all_blocks_of_a_class_share_one_variant() -> None:
     assert blocks.compilations() == {"Layer": 2}
     run(blocks, module, {"x": torch.ones(2, 4)})
     assert compiler.calls == 2
+    with pytest.raises(KeyError), blocks.for_shapes((torch.Size([2, 4]),)):
+        raise KeyError
+    with torch.no_grad():
+        module(torch.ones(9, 4))
+    assert compiler.calls == 2
     blocks.close()
 
 
 def test_without_static_shapes_the_first_variant_takes_any_shape() -> None:
     module = Stack()
-    blocks = CompiledBlocks(module, backend=Compiler(), static_shapes=0)
+    blocks = CompiledBlocks(module, backend=Compiler())
     blocks.install()
     for batch in (2, 3, 7):
         run(blocks, module, {"x": torch.ones(batch, 4)})
@@ -155,7 +162,7 @@ def test_without_static_shapes_the_first_variant_takes_any_shape() -> None:
     blocks.close()
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-031")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
 def test_hooks_stay_outside_what_is_compiled() -> None:
     module, seen = Stack(), []
     blocks = CompiledBlocks(module, backend=Compiler())
@@ -183,16 +190,17 @@ def test_a_wrapped_block_is_refused_and_nothing_is_touched() -> None:
     assert vars(module.layers[2])["forward"] is wrapped
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-031")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
 def test_close_leaves_the_blocks_as_they_were() -> None:
     module = Stack()
-    before = [dict(vars(layer)) for layer in module.layers]
+    parts = [module, *module.layers]
+    before = [dict(vars(part)) for part in parts]
     blocks = CompiledBlocks(module, backend=Compiler())
     blocks.install()
     run(blocks, module, {"x": torch.ones(2, 4)})
     blocks.close()
     blocks.close()
-    assert [dict(vars(layer)) for layer in module.layers] == before
+    assert [dict(vars(part)) for part in parts] == before
     assert blocks.compilations() == {}
 
 
@@ -220,7 +228,7 @@ def test_two_stages_of_one_class_do_not_use_up_each_others_variants(caplog) -> N
         blocks.install()
         for batch in (2, 3, 1):
             run(blocks, module, {"x": torch.ones(batch, 4)})
-        assert compiler.calls == 3
+        assert compiler.calls == 2
     assert "limit" not in caplog.text
 
 
@@ -233,10 +241,63 @@ def test_the_limit_of_variants_is_told(caplog) -> None:
     module.layers = nn.ModuleList([Choosy()])
     blocks = CompiledBlocks(module, backend=Compiler())
     blocks.install()
-    blocks.choose(())
-    with torch.no_grad():
+    with blocks.for_shapes(()), torch.no_grad():
         for kind in range(20):
             module.layers[0](torch.ones(2, 4), kind)
     assert "Choosy was compiled" in caplog.text
     assert "run uncompiled" in caplog.text
     blocks.close()
+
+
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
+def test_sizes_that_are_equal_by_chance_make_no_variants() -> None:
+    """A batch of two beside (tokens, channels, 2), as many text as image tokens."""
+    module = denoisers.make(denoisers.QWEN)
+    restore = install_joint_attention(module)
+    blocks = CompiledBlocks(module, backend=Compiler())
+    blocks.install()
+    for batch, side, text in [(2, 4, 16), (2, 5, 10), (4, 5, 12), (6, 6, 8), (1, 4, 16), (1, 5, 9)]:
+        lengths = torch.full((batch,), text)
+        lengths[0] = 2
+        inputs = denoisers.call(denoisers.QWEN, batch, side, text, width=4)
+        run(blocks, module, inputs | {"attention_kwargs": {"text_lengths": lengths}})
+    assert blocks.compilations() == {"QwenImageTransformerBlock": 2}
+    blocks.close()
+    restore()
+
+
+def test_settings_of_the_compiler_change_only_inside() -> None:
+    seen = []
+
+    def compiler(graph_module, example_inputs):
+        seen.append(_config.use_duck_shape)
+        raise NotImplementedError
+
+    module = Stack()
+    blocks = CompiledBlocks(module, backend=compiler)
+    blocks.install()
+    before = _config.use_duck_shape
+    with pytest.raises(ConfigurationError), torch.no_grad():
+        module(torch.ones(2, 4))
+    assert seen == [False]
+    assert _config.use_duck_shape == before
+    blocks.close()
+
+
+def test_a_wrapper_of_the_module_stays() -> None:
+    """Model-level offloading replaces the `forward` of the whole module."""
+    module, calls = Stack(), []
+    inner = module.forward
+
+    def offloaded(x: torch.Tensor, return_dict: bool = False) -> tuple[torch.Tensor]:
+        calls.append(1)
+        return inner(x, return_dict)
+
+    module.forward = offloaded
+    blocks = CompiledBlocks(module, backend=Compiler())
+    blocks.install()
+    run(blocks, module, {"x": torch.ones(2, 4)})
+    assert calls == [1]
+    assert blocks.compilations() == {"Layer": 1}
+    blocks.close()
+    assert module.forward is offloaded

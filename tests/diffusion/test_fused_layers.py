@@ -37,7 +37,7 @@ def kernel(monkeypatch):
     return calls
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-033")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
 @pytest.mark.parametrize("name", denoisers.ALL)
 def test_layers_are_replaced_and_put_back(name: str, kernel: list) -> None:
     module = denoisers.make(name).to(torch.bfloat16)
@@ -143,7 +143,7 @@ def test_an_adapter_put_in_later_is_used_and_stays(kernel) -> None:
     assert original.proj is adapter
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-033")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
 def test_a_kernel_that_errs_more_is_not_used(monkeypatch) -> None:
     def other_form(x, weight, bias):
         return F.gelu(F.linear(x.float(), weight.float(), bias.float())).to(x.dtype) + 0.01

@@ -92,7 +92,7 @@ def test_results_and_arguments_are_not_shared_with_the_graph(cache, platform) ->
     assert torch.equal(cache({"x": torch.ones(2), "more": {"y": torch.ones(2)}}), kept)
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-032")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
 @pytest.mark.parametrize(
     "other",
     [

@@ -51,6 +51,17 @@ def test_streams_and_events_can_be_used_as_on_a_gpu() -> None:
         start.elapsed_time(CPU.event("cpu"))
 
 
+@pytest.mark.invariant("PLATFORM-INV-001")
+def test_captured_graphs_are_refused_with_the_reason() -> None:
+    assert CPU.graphs_unavailable_reason() == "CPU devices have no captured graphs"
+    with pytest.raises(ConfigurationError, match="CPU devices have no captured graphs; turn"):
+        CPU.graph_pool("cpu")
+    ran: list[int] = []
+    with pytest.raises(ConfigurationError, match="CPU devices have no captured graphs; turn"):
+        CPU.capture_graph("cpu", lambda: ran.append(1), pool=None, stream=CPU.stream("cpu"))
+    assert ran == []
+
+
 @pytest.mark.skipif(not host_memory.reset_peak(), reason="this system cannot reset the peak")
 def test_the_peak_rises_with_use_and_falls_with_a_reset() -> None:
     """In a process of its own, where nothing else frees or takes memory meanwhile."""

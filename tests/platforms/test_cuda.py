@@ -217,6 +217,33 @@ def test_streams_events_and_memory_of_a_card() -> None:
 
 @pytest.mark.gpu
 @needs_a_card
+def test_a_captured_graph_repeats_the_work_on_new_contents() -> None:
+    device = CUDA.default_device()
+    assert CUDA.graphs_unavailable_reason() is None
+    source, ran = torch.ones(4, device=device), []
+
+    def work() -> torch.Tensor:
+        ran.append(1)
+        return source * 2 + 1
+
+    pool, stream = CUDA.graph_pool(device), CUDA.stream(device)
+    graph, result = CUDA.capture_graph(device, work, pool=pool, stream=stream)
+    assert len(ran) == 2
+    for value in (1.0, 5.0):
+        source.fill_(value)
+        graph.replay()
+        assert torch.equal(result.cpu(), torch.full((4,), 2 * value + 1))
+    assert len(ran) == 2
+    graph.reset()
+    with pytest.raises(RuntimeError):
+        CUDA.capture_graph(device, lambda: float(source.sum()), pool=pool, stream=stream)
+    again, result = CUDA.capture_graph(device, work, pool=CUDA.graph_pool(device), stream=stream)
+    again.replay()
+    assert torch.equal(result.cpu(), torch.full((4,), 11.0))
+
+
+@pytest.mark.gpu
+@needs_a_card
 def test_capabilities_of_a_card() -> None:
     found = CUDA.capabilities("cuda")
     assert found.device == "cuda:0"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
-from collections.abc import Callable, Hashable
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from omnistage.contracts.errors import ConfigurationError
+from omnistage.diffusion.compiler_settings import sizes_told_apart
 from omnistage.observability.logging import get_logger
 
 logger = get_logger(__name__)
@@ -33,14 +38,13 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 class CompiledBlocks:
-    """The repeated blocks of one module, compiled; `close` makes them what they were.
+    """The repeated blocks of one module, compiled; `close` makes module and blocks what they were.
 
-    All blocks of a class share one compiled function. Calls whose shapes are among the first
-    `static_shapes` seen get kernels of exactly that shape, all others share kernels of any shape:
-    torch's automatic choice finds one changing dimension at a time, and gives up silently at its
-    limit of 8 variants, which four changes reach.
+    All blocks of a class share one compiled function, and calls of any shape share its kernels,
+    but for `for_shapes`. torch's automatic choice is not used: it finds one changing dimension at
+    a time and gives up silently at its limit of 8 variants, which four changes reach.
 
-    Only a block's `forward` is compiled: hooks on the block stay outside.
+    Only `forward` is compiled: hooks on a block stay outside.
     """
 
     def __init__(
@@ -48,19 +52,21 @@ class CompiledBlocks:
         module: nn.Module,
         *,
         coordinate_descent: bool = False,
-        static_shapes: int = 1,
+        static_shapes: int = 0,
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
+        self._module = module
         self._blocks = repeated_blocks(module)
         self._options = {"coordinate_descent_tuning": True} if coordinate_descent else {}
         self._static_shapes = static_shapes
         self._backend = backend
         self._static_keys: set[Hashable] = set()
         self._classes: dict[type[nn.Module], _CompiledClass] = {}
-        self._installed: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, Any, Any]] = []
 
     def install(self) -> None:
-        """Compiles nothing yet: a variant is made by the first call that needs it.
+        """Compiles nothing yet: a variant is made by the first call that needs it. That call may
+        raise `ConfigurationError`, from the module's `forward`.
 
         Raises `ConfigurationError` when something else has replaced the `forward` of a block.
         """
@@ -72,19 +78,28 @@ class CompiledBlocks:
                 )
         if not self._blocks:
             logger.warning("nothing is compiled: the denoiser has no repeated blocks")
+            return
         for block in self._blocks:
             cls = type(block)
             if cls not in self._classes:
                 self._classes[cls] = _CompiledClass(cls, self._backend, self._options)
-            block.forward = _BlockForward(block, self._classes[cls])
-            self._installed.append(block)
+            self._replace_forward(block, functools.partial(self._classes[cls], block))
+        self._replace_forward(self._module, _scoped_forward(self._module))
 
-    def choose(self, shapes: Hashable) -> None:
-        """Say which shapes the coming call has."""
+    @contextmanager
+    def for_shapes(self, shapes: Hashable) -> Iterator[None]:
+        """The calls inside have these shapes: the first `static_shapes` that come up get kernels
+        of exactly that shape."""
         if len(self._static_keys) < self._static_shapes:
             self._static_keys.add(shapes)
-        for compiled in self._classes.values():
-            compiled.static_next = shapes in self._static_keys
+        static = shapes in self._static_keys
+        try:
+            for compiled in self._classes.values():
+                compiled.static = static
+            yield
+        finally:
+            for compiled in self._classes.values():
+                compiled.static = False
 
     def compilations(self) -> dict[str, int]:
         """How many variants were compiled so far, by class of block."""
@@ -95,14 +110,47 @@ class CompiledBlocks:
         return sum(one.counter.seconds for one in self._classes.values())
 
     def close(self) -> None:
-        """Blocks whose `forward` somebody wrapped meanwhile are an error: undo in order."""
-        while self._installed:
-            block = self._installed.pop()
-            ours = vars(block).get("forward")
-            assert isinstance(ours, _BlockForward), f"{type(block).__name__}.forward is not ours"
-            del block.forward
+        """What wrapped a `forward` after `install` must be undone before."""
+        while self._replaced:
+            part, before, ours = self._replaced.pop()
+            assert vars(part).get("forward") is ours, f"{type(part).__name__}.forward is not ours"
+            if before is None:
+                del part.forward
+            else:
+                part.forward = before
         self._classes.clear()
         self._static_keys.clear()
+
+    def _replace_forward(self, part: nn.Module, forward: Any) -> None:
+        self._replaced.append((part, vars(part).get("forward"), forward))
+        part.forward = forward
+
+
+def _scoped_forward(module: nn.Module) -> Callable[..., Any]:
+    """`module.forward` as compiled blocks need it: under their settings, and with the compiler's
+    errors told as ours."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with sizes_told_apart:
+            try:
+                return forward(*args, **kwargs)
+            except TorchDynamoException as error:
+                raise _explained(module, error) from error
+
+    return scoped
+
+
+def _explained(module: nn.Module, error: TorchDynamoException) -> Exception:
+    cause = getattr(error, "inner_exception", None)
+    if isinstance(cause, torch.OutOfMemoryError):
+        return cause
+    first_line = str(error).strip().partition("\n")[0]
+    return ConfigurationError(
+        f"{type(module).__name__} cannot be compiled ({first_line}); start with --enforce-eager",
+        detail="".join(traceback.format_exception(error)),
+    )
 
 
 class _CountingBackend:
@@ -139,14 +187,14 @@ class _CompiledClass:
         self, cls: type[nn.Module], backend: str | Callable[..., Any], options: dict[str, Any]
     ) -> None:
         self.counter = _CountingBackend(cls.__name__, backend, options)
-        self.static_next = False
-        self._static = _compiled(cls.forward, self.counter, dynamic=False)
-        self._dynamic = _compiled(cls.forward, self.counter, dynamic=True)
+        self.static = False
+        self._fixed = _compiled(cls.forward, self.counter, dynamic=False)
+        self._any = _compiled(cls.forward, self.counter, dynamic=True)
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.static_next:
-            return self._static(block, *args, **kwargs)
-        return self._dynamic(
+        if self.static:
+            return self._fixed(block, *args, **kwargs)
+        return self._any(
             block,
             *(_own_storage(value) for value in args),
             **{name: _own_storage(value) for name, value in kwargs.items()},
@@ -173,15 +221,6 @@ def _limits_are_ours() -> bool:
 
 def _recompile_limit() -> int:
     return _RECOMPILE_LIMIT if _limits_are_ours() else torch._dynamo.config.recompile_limit
-
-
-class _BlockForward:
-    def __init__(self, block: nn.Module, compiled: _CompiledClass) -> None:
-        self._block = block
-        self._compiled = compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(self._block, *args, **kwargs)
 
 
 def _own_storage(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ class DenoiserSettings:
     `compile` works by blocks. `graphs` replays captured graphs for calls of up to
     `graph_max_tokens` (batch x sequence, text included: at more, launching kernels is not what
     takes the time), at most `max_graphs` of them held. `coordinate_descent` lets the compiler tune
-    its kernels longer. `static_shapes`: how many shapes get compiled kernels of their own. `fuse`
+    its kernels longer. `static_shapes`: how many shapes, the first to come, get kernels of exactly
+    that shape, which help only where shapes repeat to the length of the prompt. `fuse`
     replaces layers by fused ones. `backend` compiles: a name or callable that `torch.compile`
     takes; only with one that is not the default are devices other than CUDA compiled for.
     """
@@ -39,7 +40,7 @@ class DenoiserSettings:
     graph_max_tokens: int = 8192
     max_graphs: int = 16
     coordinate_descent: bool = False
-    static_shapes: int = 1
+    static_shapes: int = 0
     fuse: bool = True
     backend: str | Callable[..., Any] | None = None
 
@@ -88,13 +89,11 @@ class Denoiser:
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Equals `module(**inputs, return_dict=False)[0]`, without gradients.
 
-        Raises `ConfigurationError` when the module does not compile, besides what it raises.
+        Raises what the module does, and `ConfigurationError` when it cannot be compiled.
         """
         import torch
 
         with torch.no_grad():
-            if self._blocks is not None:
-                self._blocks.choose(_shapes(inputs))
             if self._graphs is not None and self._may_replay(inputs):
                 return self._graphs(inputs)
             return self._forward(**inputs)
@@ -163,15 +162,8 @@ class Denoiser:
             )
 
     def _forward(self, **inputs: Any) -> torch.Tensor:
-        from torch._dynamo.exc import TorchDynamoException
-
-        if self._blocks is None:
+        with self._blocks.for_shapes(_shapes(inputs)) if self._blocks else nullcontext():
             output: torch.Tensor = self.module(**inputs, return_dict=False)[0]
-            return output
-        try:
-            output = self.module(**inputs, return_dict=False)[0]
-        except TorchDynamoException as error:
-            raise _not_compiled(self.module, error) from error
         return output
 
     def _may_replay(self, inputs: Mapping[str, Any]) -> bool:
@@ -204,16 +196,3 @@ def _shapes(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return tuple(_shapes(item) for item in value)
     return None
-
-
-def _not_compiled(module: nn.Module, error: BaseException) -> BaseException:
-    import torch
-
-    cause = getattr(error, "inner_exception", None)
-    if isinstance(cause, torch.OutOfMemoryError):
-        return cause
-    first_line = str(error).strip().partition("\n")[0]
-    return ConfigurationError(
-        f"{type(module).__name__} cannot be compiled ({first_line}); start with --enforce-eager",
-        detail="".join(traceback.format_exception(error)),
-    )
