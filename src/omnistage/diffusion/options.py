@@ -47,9 +47,9 @@ class DiffusionOptions:
     max_overtakes: int = 16
     guidance_in_one_batch: bool = True
     warmup_sizes: Sequence[str] = ()
-    graph_max_tokens: int = 8192
+    graph_max_tokens: int = 16384
     max_graphs: int = 16
-    coordinate_descent: bool = False
+    coordinate_descent: bool = True
 
     @property
     def warmup_shapes(self) -> list[tuple[int, int]]:
