@@ -11,6 +11,7 @@ from torch.fx.experimental import _config
 
 from omnistage.attention.joint import install_joint_attention
 from omnistage.contracts.errors import ConfigurationError
+from omnistage.diffusion import compilation
 from omnistage.diffusion.compilation import CompiledBlocks, repeated_blocks
 from tests.diffusion import denoisers
 
@@ -230,6 +231,24 @@ def test_two_stages_of_one_class_do_not_use_up_each_others_variants(caplog) -> N
             run(blocks, module, {"x": torch.ones(batch, 4)})
         assert compiler.calls == 2
     assert "limit" not in caplog.text
+
+
+def test_an_older_torch_counts_for_all_uses_of_a_class(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(compilation, "_limits_are_ours", lambda: False)
+
+    class Own(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    module = Stack()
+    module.layers = nn.ModuleList([Own(), Own()])
+    blocks = CompiledBlocks(module, backend=Compiler(), static_shapes=1)
+    blocks.install()
+    for batch in (2, 3, 7, 1, 5):
+        run(blocks, module, {"x": torch.ones(batch, 4)})
+    assert blocks.compilations() == {"Own": 3}
+    assert "limit" not in caplog.text
+    blocks.close()
 
 
 def test_the_limit_of_variants_is_told(caplog) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from omnistage.attention.joint import install_joint_attention
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings, tokens_of
 from omnistage.diffusion.fused_layers import FusedGELU
@@ -74,14 +75,24 @@ def test_compiled_equals_the_module_and_close_restores_it(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_generated_code_equals_the_module() -> None:
-    module = denoisers.make(denoisers.QWEN)
+@pytest.mark.invariant("DIFF-RUNTIME-INV-030")
+def test_generated_code_equals_the_module_for_texts_of_any_length() -> None:
+    """With the joint attention: each sample of a batch equals itself alone, uncompiled."""
+    module, reference = denoisers.make(denoisers.QWEN), denoisers.make(denoisers.QWEN)
+    restore = install_joint_attention(module)
     found = denoiser(module, backend="inductor")
-    for inputs in (denoisers.call(denoisers.QWEN), denoisers.call(denoisers.QWEN, 3, 5, 9)):
-        expected = plain(denoisers.make(denoisers.QWEN), inputs)
-        assert torch.allclose(found(**inputs), expected, atol=1e-5, rtol=1e-5)
+    for batch, side, lengths in [(2, 4, [7, 2]), (3, 5, [9, 1, 4]), (4, 4, [3, 3, 8, 5])]:
+        inputs = denoisers.call(denoisers.QWEN, batch, side, max(lengths))
+        kwargs = {"text_lengths": torch.tensor(lengths)}
+        result = found(**inputs, attention_kwargs=kwargs)
+        for row, length in enumerate(lengths):
+            alone = {key: value[row : row + 1] for key, value in inputs.items()}
+            alone["encoder_hidden_states"] = alone["encoder_hidden_states"][:, :length]
+            expected = plain(reference, alone)
+            assert torch.allclose(result[row : row + 1], expected, atol=1e-5, rtol=1e-5)
     assert found.compilations() == 1
     found.close()
+    restore()
 
 
 def test_a_wrong_compiler_is_noticed() -> None:
@@ -128,6 +139,15 @@ def test_a_failed_install_leaves_the_module_as_it_was() -> None:
     untouched = state(module)
     with pytest.raises(ConfigurationError, match="--enforce-eager"):
         denoiser(module, backend=Compiler())
+    assert state(module) == untouched
+
+
+def test_a_missing_compiler_is_told_at_start() -> None:
+    module = denoisers.make(denoisers.QWEN)
+    untouched = state(module)
+    found = Denoiser(module, GraphPlatform(), "fake:0", eager=False, settings=DenoiserSettings())
+    with pytest.raises(ConfigurationError, match=r"fake:0 needs .* triton.*--enforce-eager"):
+        found.install()
     assert state(module) == untouched
 
 

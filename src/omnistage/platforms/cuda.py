@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from omnistage.platforms.attention_probe import usable_attention_kernels
@@ -19,6 +19,8 @@ from omnistage.platforms.torch_build import package_version, torch_cuda_version,
 
 BFLOAT16_FROM = (8, 0)
 FLOAT8_FROM = (8, 9)
+
+_ABANDONED_GRAPHS: list[Any] = []
 
 
 class CudaPlatform(Platform):
@@ -88,15 +90,24 @@ class CudaPlatform(Platform):
 
         current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            work()
-        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            result = work()
+        recording = torch.cuda.graph(
+            graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        )
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            work()
+            failure: BaseException | None = None
+            try:
+                with recording:
+                    try:
+                        result = work()
+                    except BaseException as error:
+                        failure = error
+                        raise
+            except BaseException as error:
+                _abandon(graph, device, pool)
+                raise (failure or error) from None
+        current.wait_stream(stream)
         return graph, result
 
     def memory_stats(self, device: str) -> MemoryStats:
@@ -138,6 +149,18 @@ class CudaPlatform(Platform):
             bfloat16=capability >= BFLOAT16_FROM,
             float8=capability >= FLOAT8_FROM,
         )
+
+
+def _abandon(graph: Any, device: str, pool: Any) -> None:
+    """After a capture that CUDA refuses to end, torch leaves its allocator recording (and, with it,
+    a pointer to the graph): `CUDAGraph::capture_end` returns before it tells the allocator."""
+    import torch
+
+    _ABANDONED_GRAPHS.append(graph)
+    index = torch.device(device).index or 0
+    # It refuses where the capture did end, because only the work had failed.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
 
 
 def _info(device: DriverDevice) -> DeviceInfo:
