@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -175,12 +175,15 @@ class StepFamily(ABC):
         )
         predicted: dict[tuple[int, int], torch.Tensor] = {}
         for chosen in passes:
-            parts = [
-                (index, branch)
-                for index, state in enumerate(states)
-                for branch in chosen
-                if branch < len(state.branches)
-            ]
+            parts = sorted(
+                (
+                    (index, branch)
+                    for index, state in enumerate(states)
+                    for branch in chosen
+                    if branch < len(state.branches)
+                ),
+                key=lambda part: _lengths(states[part[0]].branches[part[1]]),
+            )
             outputs = self._forward([(states[index], branch) for index, branch in parts])
             predicted |= dict(zip(parts, outputs, strict=True))
         return [
@@ -223,6 +226,14 @@ class StepFamily(ABC):
 
     # helpers -----------------------------------------------------------------------------------
 
+    def check_texts(self, given: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Raises `InvalidRequestError` where one of `names` is neither None nor a single text."""
+        for name in names:
+            if given[name] is not None and not isinstance(given[name], str):
+                raise InvalidRequestError(
+                    f"{name} must be a text, got {type(given[name]).__name__}", param=name
+                )
+
     def refuse_unknown(self, given: Sequence[str]) -> None:
         """Raises `InvalidRequestError` for an argument that the family does not handle by steps."""
         for name in given:
@@ -260,6 +271,11 @@ class StepFamily(ABC):
         self._batches.clear()
 
 
+def _lengths(condition: Condition) -> tuple[int, ...]:
+    """Rows of equal lengths stand side by side in a batch: attention takes them in one call."""
+    return tuple(tensor.shape[1] for tensor in condition.values() if tensor.ndim > 2)
+
+
 def _timestep(state: StepRequestState) -> torch.Tensor:
     return state.timesteps[state.step_index].expand(state.num_outputs)
 
@@ -292,3 +308,23 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
     if not missing:
         return tensor
     return torch.cat([tensor, tensor.new_zeros(1, missing, *tensor.shape[2:])], dim=1)
+
+
+def encode_by(
+    prompts: Sequence[dict[str, Any]],
+    texts: Sequence[str],
+    encode: Callable[..., Mapping[str, torch.Tensor]],
+) -> list[Condition]:
+    """Encode with as few calls as can be, for encoders that pad to a fixed length: those equal but
+    for `texts` share a call, in which each of `texts` is a list."""
+    encoded: list[Condition] = [{} for _ in prompts]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, one in enumerate(prompts):
+        shared = tuple((name, value) for name, value in one.items() if name not in texts)
+        groups.setdefault(shared, []).append(index)
+    for shared, members in groups.items():
+        lists = {name: [prompts[index][name] for index in members] for name in texts}
+        tensors = encode(**lists, **dict(shared))
+        for row, index in enumerate(members):
+            encoded[index] = {name: value[row : row + 1] for name, value in tensors.items()}
+    return encoded
