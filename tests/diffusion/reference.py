@@ -32,7 +32,9 @@ def reference_images(pipeline: Any, call: dict[str, Any], seed: int, output_type
     return images
 
 
-def request_of(call: dict[str, Any], seed: int, output_type: str | None) -> StageRequest:
+def request_of(
+    call: dict[str, Any], seed: int, output_type: str | None, request_id: str = "req"
+) -> StageRequest:
     """A family's call as a request; what is no sampling parameter goes into `extra_args`."""
     call = dict(call)
     texts = {name: call.pop(name, None) for name in ("prompt", "negative_prompt")}
@@ -47,6 +49,7 @@ def request_of(call: dict[str, Any], seed: int, output_type: str | None) -> Stag
         extra_args=extra,
         seed=seed,
         output_type=output_type,
+        request_id=request_id,
     )
 
 

@@ -43,7 +43,9 @@ BUNDLED_OWNER = "omnistage/"
 """Names under it are never looked for on the hub, where someone else may own them."""
 
 FAMILIES: dict[str, str] = {
+    "FluxPipeline": "omnistage.models.flux.pipeline",
     "QwenImagePipeline": "omnistage.models.qwen_image.pipeline",
+    "StableDiffusion3Pipeline": "omnistage.models.stable_diffusion_3.pipeline",
 }
 """By the `_class_name` of `model_index.json`; classes without a family of their own are generic."""
 

@@ -103,6 +103,16 @@ def _unet(**config):
 @text_to_image("StableDiffusion3Pipeline", max_sequence_length=48, **GUIDED)
 def sd3():
     """The two CLIP encodings lie side by side, padded to T5's width, then T5's follow."""
+    return _sd3_pipeline()
+
+
+@text_to_image("StableDiffusion3Pipeline", max_sequence_length=48, **GUIDED)
+def sd35():
+    """3.5 medium: normalized queries and keys, a second attention over the picture alone."""
+    return _sd3_pipeline(qk_norm="rms_norm", dual_attention_layers=(0,))
+
+
+def _sd3_pipeline(**config):
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
         SD3Transformer2DModel,
@@ -131,5 +141,6 @@ def sd3():
             joint_attention_dim=both_clips,
             pooled_projection_dim=both_clips,
             pos_embed_max_size=32,
+            **config,
         ),
     )
