@@ -16,6 +16,10 @@ _INDIVIDUAL = ("seed", "partial_images")
 _SHAPE = ("height", "width", "num_frames", "num_outputs_per_prompt")
 
 
+class Unshared:
+    """The key of a request that shares a call with nobody: equal to itself only."""
+
+
 def pack(parts: Sequence[StageData | OmniError]) -> StageData:
     """One payload for all: the field "parts" holds each one's fields, or its "error"; tensor
     "x" of part i becomes "i.x"."""
@@ -51,7 +55,7 @@ def call_key(params: OmniDiffusionSamplingParams, data: StageData) -> Hashable:
     the negative prompt and the seed. Requests with pictures or arrays of their own, or with a
     generator on the device, share a call with none."""
     if data.tensors or _has_arrays(params) or params.generator_device not in (None, "cpu"):
-        return object()
+        return Unshared()
     shared = msgspec.structs.replace(params, **dict.fromkeys(_INDIVIDUAL))
     guided = data.fields.get("negative_prompt") is not None
     return (msgspec.json.encode(shared, order="deterministic"), guided)

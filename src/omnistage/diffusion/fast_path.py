@@ -14,6 +14,7 @@ from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings
 from omnistage.diffusion.family import StepFamily
 from omnistage.diffusion.imports import load_family
 from omnistage.diffusion.options import DiffusionOptions
+from omnistage.diffusion.warm_up import warm_up
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -70,7 +71,7 @@ class FastPath:
         for number, (height, width) in enumerate(sizes):
             started, before = time.monotonic(), self._denoiser.compilations()
             report(f"compiling for {width}x{height}", number / len(sizes))
-            steps.warm_up(height, width)
+            warm_up(steps, height, width)
             compiled = self._denoiser.compilations() - before
             seconds = time.monotonic() - started
             report(f"compiled {compiled} block variants in {seconds:.0f} s", number / len(sizes))

@@ -7,11 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from omnistage.contracts.errors import OmniError, RequestCancelledError, StageLostError
+from omnistage.contracts.errors import (
+    OmniError,
+    OutOfMemoryError,
+    RequestCancelledError,
+    StageLostError,
+)
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Emission, StageRequest
-from omnistage.diffusion.batching import pack, unpack
+from omnistage.diffusion.batch_limits import BatchLimits
+from omnistage.diffusion.batching import Unshared, pack, unpack
 from omnistage.diffusion.queue import QueuedRequest, WaitingQueue
 
 GENERATE = "generate"
@@ -23,8 +29,9 @@ class RequestScheduler:
     `max_num_seqs`: who is best never waits behind another, so nobody starves.
 
     Before it starts, a batch that is not full waits up to `max_wait_s` from the arrival of its
-    first member for more to come. A batch that fails is split and tried again, down to single
-    requests: a fault or a shortage of memory ends only those that cannot run alone.
+    first member for more to come, unless nobody could join it. A batch that fails is split and
+    tried again, down to single requests: a fault or a shortage of memory ends only those that
+    cannot run alone. After a shortage, batches with that key stay below while any is here.
     """
 
     queue: WaitingQueue
@@ -33,6 +40,10 @@ class RequestScheduler:
     clock: Callable[[], float] = time.monotonic
     _running: dict[RequestKey, QueuedRequest] = field(default_factory=dict)
     _split: deque[list[QueuedRequest]] = field(default_factory=deque)
+    _limits: BatchLimits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._limits = BatchLimits(self.max_num_seqs)
 
     def add(self, request: StageRequest) -> None:
         """See `WaitingQueue.add`."""
@@ -88,7 +99,10 @@ class RequestScheduler:
         """A batch is split in two and tried again. Alone, a child that is still here ends."""
         held = [one for one in command.identities if one.key in self._running]
         batch = [self._running.pop(one.key) for one in held]
-        if len(command.identities) > 1 and is_retried(error):
+        size = len(command.identities)
+        if size > 1 and is_retried(error):
+            if isinstance(error, OutOfMemoryError) and batch:
+                self._limits.did_not_fit(GENERATE, batch[0].batch_key, size)
             half = (len(batch) + 1) // 2
             self._split.extend(part for part in (batch[:half], batch[half:]) if part)
             return ()
@@ -110,16 +124,19 @@ class RequestScheduler:
 
     def _next_batch(self) -> list[QueuedRequest]:
         ready = self.queue.ready()
+        self._limits.keep(one.batch_key for one in ready)
         if not ready or self._wait_left_s(ready) > 0:
             return []
         return self.queue.take(self._batch(ready))
 
     def _batch(self, ready: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        return [one for one in ready if one.batch_key == ready[0].batch_key][: self.max_num_seqs]
+        key = ready[0].batch_key
+        return [one for one in ready if one.batch_key == key][: self._limits.of(GENERATE, key)]
 
     def _wait_left_s(self, ready: Sequence[QueuedRequest]) -> float:
         batch = self._batch(ready)
-        if len(batch) >= self.max_num_seqs:
+        key = batch[0].batch_key
+        if len(batch) >= self._limits.of(GENERATE, key) or isinstance(key, Unshared):
             return 0.0
         return max(0.0, min(one.arrived_s for one in batch) + self.max_wait_s - self.clock())
 

@@ -6,68 +6,40 @@ previews and decoding are commands of their own, each for as many requests as ar
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from omnistage.contracts.errors import OmniError, OutOfMemoryError
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Emission, StageRequest
+from omnistage.diffusion.active import (
+    DECODE,
+    ENCODE,
+    KINDS,
+    PREVIEW,
+    STEP,
+    ActiveRequest,
+    Phase,
+)
+from omnistage.diffusion.batch_limits import BatchLimits
 from omnistage.diffusion.batching import pack, unpack
+from omnistage.diffusion.fair_share import FairShare
 from omnistage.diffusion.queue import QueuedRequest, WaitingQueue
 from omnistage.diffusion.request_scheduler import final_emission, is_retried
-
-ENCODE, STEP, PREVIEW, DECODE = "encode", "step", "preview", "decode"
-KINDS = {ENCODE: "encode", STEP: "step", PREVIEW: "decode", DECODE: "decode"}
-"""Which deadline each command has."""
-
-
-class Phase(Enum):
-    ENCODE = ENCODE
-    DENOISE = STEP
-    DECODE = DECODE
-    DELIVER = "deliver"
-
-
-@dataclass(slots=True)
-class ActiveRequest:
-    """A request that has been admitted. `batch_key` and `cost` (tokens that one of its steps
-    computes) are the executor's answer to its encoding; `alone` after a batch with it has failed.
-    """
-
-    entry: QueuedRequest
-    phase: Phase = Phase.ENCODE
-    batch_key: Hashable = None
-    cost: int = 1
-    step: int = 0
-    total_steps: int = 0
-    previews: list[int] = field(default_factory=list)
-    num_previewed: int = 0
-    alone: bool = False
-
-    @property
-    def key(self) -> RequestKey:
-        return self.entry.key
-
-    @property
-    def preview_is_due(self) -> bool:
-        """A preview never takes the last credit: that one is for the result."""
-        credits = self.entry.credits
-        has_credit = credits is None or credits > 1
-        return bool(self.previews) and self.step >= self.previews[0] and has_credit
 
 
 @dataclass(slots=True)
 class StepScheduler:
     """At most `max_num_seqs` requests denoise at a time, of at most `max_shapes` different shapes.
+    One that waits for its reader to take a preview before it may end holds no place.
 
     Shapes take turns such that their requests get equal shares of the device. When no more shapes
     fit, admission looks past a request of another shape, at most `max_overtakes` times; then it
     waits until that one is in. After a batch ran out of memory, batches of that shape stay below
-    its size; after any other failure each of its members runs alone once.
+    its size while it is here; after any other failure each of its members runs alone once.
     """
 
     queue: WaitingQueue
@@ -75,8 +47,12 @@ class StepScheduler:
     max_shapes: int = 4
     max_overtakes: int = 16
     _active: dict[RequestKey, ActiveRequest] = field(default_factory=dict)
-    _spent: dict[Hashable, float] = field(default_factory=dict)
-    _limits: dict[tuple[str, Hashable], int] = field(default_factory=dict)
+    _share: FairShare = field(default_factory=FairShare)
+    _limits: BatchLimits = field(init=False)
+    _just_encoded: bool = False
+
+    def __post_init__(self) -> None:
+        self._limits = BatchLimits(self.max_num_seqs)
 
     def add(self, request: StageRequest) -> None:
         """See `WaitingQueue.add`."""
@@ -106,111 +82,82 @@ class StepScheduler:
     # choosing ---------------------------------------------------------------------------------
 
     def next_command(self) -> Command | None:
-        """What frees or fills places comes first: decode, previews, encode; then a step."""
+        """What frees or fills places comes first: decode, previews, encode; then a step. Between
+        two encodings those that denoise take a step, however many arrive."""
+        if self._active:  # None is the shape of all that are not encoded yet
+            self._limits.keep({None, *(one.batch_key for one in self._active.values())})
+        else:
+            self._limits.keep(())
         self._admit()
+        active = list(self._active.values())
+        encoding = [one for one in active if one.phase is Phase.ENCODE]
+        denoising = [one for one in active if one.phase is Phase.DENOISE]
         for name, due in (
-            (DECODE, [one for one in self._in(Phase.DECODE) if one.entry.credits != 0]),
-            (PREVIEW, [one for one in self._in(Phase.DENOISE) if one.preview_is_due]),
-            (ENCODE, self._in(Phase.ENCODE)),
-            (STEP, self._in(Phase.DENOISE)),
+            (DECODE, [one for one in active if one.decode_is_due]),
+            (PREVIEW, [one for one in denoising if one.preview_is_due]),
+            (ENCODE, [] if self._just_encoded and denoising else encoding),
+            (STEP, denoising),
         ):
             if due:
-                return self._command(name, self._wave(name, due))
+                if name in (ENCODE, STEP):
+                    self._just_encoded = name == ENCODE
+                return _command(name, self._wave(name, due))
         return None
 
-    def _in(self, phase: Phase) -> list[ActiveRequest]:
-        return [one for one in self._active.values() if one.phase is phase]
-
     def _admit(self) -> None:
-        places = self.max_num_seqs - sum(
-            one.phase is not Phase.DELIVER for one in self._active.values()
-        )
+        holding = [one for one in self._active.values() if one.holds_place]
+        places = self.max_num_seqs - len(holding)
         if places <= 0 or not len(self.queue):
             return
-        for entry in self.queue.take(self._admissible(places)):
+        shapes = {one.entry.batch_key for one in holding}
+        for entry in self.queue.take(self._admissible(places, shapes)):
             self._active[entry.key] = ActiveRequest(entry)
 
-    def _admissible(self, places: int) -> list[QueuedRequest]:
-        shapes = {one.entry.batch_key for one in self._active.values()}
+    def _admissible(self, places: int, shapes: set[Hashable]) -> list[QueuedRequest]:
+        """The first that fit. Those who come after one that does not fit overtake it: they are no
+        more than it still has patience for."""
         chosen: list[QueuedRequest] = []
-        patience = self.max_overtakes
+        left = places
         for one in self.queue.ready():
-            if len(chosen) == places or patience <= 0:
+            if left <= 0:
                 break
             if one.batch_key in shapes or len(shapes) < self.max_shapes:
                 shapes.add(one.batch_key)
                 chosen.append(one)
-                patience -= patience < self.max_overtakes
+                left -= 1
             else:
-                patience = min(patience, self.max_overtakes - one.overtaken)
+                left = min(left, self.max_overtakes - one.overtaken)
         return chosen
 
     def _wave(self, name: str, due: Sequence[ActiveRequest]) -> list[ActiveRequest]:
         """The members of one command: of one shape, those that came first."""
         groups: dict[Hashable, list[ActiveRequest]] = defaultdict(list)
-        for one in due:
+        for one in sorted(due, key=lambda one: one.order):
             groups[one.batch_key].append(one)
+        key = next(iter(groups))
         if name == STEP:
-            key = self._next_shape(groups)
-        else:
-            key = min(groups, key=lambda key: min(one.entry.order for one in groups[key]))
-        group = sorted(groups[key], key=lambda one: one.entry.order)
+            sizes = {key: len(group) for key, group in groups.items()}
+            key = self._share.next(sizes, tie=lambda key: groups[key][0].order)
+        group = groups[key]
         if lone := [one for one in group if one.alone]:
             return lone[:1]
-        return group[: self._limits.get((name, key), self.max_num_seqs)]
-
-    def _next_shape(self, groups: dict[Hashable, list[ActiveRequest]]) -> Hashable:
-        """The shape whose requests have had least of the device. One that comes (back) starts with
-        what the others have had: it owes nothing and is owed nothing."""
-        present = {key: spent for key, spent in self._spent.items() if key in groups}
-        start = min(present.values(), default=0.0)
-        self._spent = {key: present.get(key, start) for key in groups}
-        return min(
-            groups, key=lambda key: (self._spent[key], min(one.entry.order for one in groups[key]))
-        )
-
-    def _command(self, name: str, wave: Sequence[ActiveRequest]) -> Command:
-        identities = tuple(one.entry.identity for one in wave)
-        if name == ENCODE:
-            data = pack([one.entry.payload() for one in wave])
-        else:
-            steps = [one.step for one in wave]
-            previews = [bool(one.previews) and one.step + 1 >= one.previews[0] for one in wave]
-            data = StageData(
-                modality=Modality.LATENT,
-                fields={
-                    "steps": steps,
-                    "keep_clean": previews,
-                    "previewed": [one.num_previewed for one in wave],
-                },
-            )
-        return Command(name=name, kind=KINDS[name], identities=identities, data=data)
+        return group[: self._limits.of(name, key)]
 
     # digesting --------------------------------------------------------------------------------
 
     def complete(self, command: Command, results: Sequence[StageData]) -> Iterable[Emission]:
         held = [self._active.get(identity.key) for identity in command.identities]
+        for one in held:
+            if one is not None:
+                one.alone = False
         if command.name == STEP:
             steps = results[0].fields["steps"]
-            return self._stepped(
-                [(one, step) for one, step in zip(held, steps, strict=True) if one]
-            )
+            self._stepped([(one, step) for one, step in zip(held, steps, strict=True) if one])
+            return ()
         emissions: list[Emission] = []
         for one, outcome in zip(held, unpack(results[0]), strict=True):
-            if one is None:
-                continue
-            one.alone = False
-            if isinstance(outcome, OmniError):
-                emissions.append(self._end(one, outcome))
-            elif command.name == ENCODE:
-                self._encoded(one, outcome)
-            elif command.name == PREVIEW:
-                one.previews.pop(0)
-                one.num_previewed += 1
-                emissions += self._output(one, outcome)
-            else:
-                one.phase = Phase.DELIVER
-                emissions += self._output(one, outcome)
+            if one is not None:
+                emissions += self._digest(command.name, one, outcome)
         return emissions
 
     def deliver(
@@ -219,6 +166,7 @@ class StepScheduler:
         one = self._active.get(identity.key)
         if one is None:
             return ()
+        one.num_in_flight -= 1
         if isinstance(outcome, OmniError):
             return (self._end(one, outcome),)
         return self._output(one, outcome)
@@ -230,33 +178,39 @@ class StepScheduler:
         if size == 1 or not is_retried(error):
             return [self._end(one, error) for one in held]
         if isinstance(error, OutOfMemoryError) and held:
-            self._limits[command.name, held[0].batch_key] = size // 2
+            self._limits.did_not_fit(command.name, held[0].batch_key, size)
         else:
             for one in held:
                 one.alone = True
         return ()
 
-    def _stepped(self, moved: Sequence[tuple[ActiveRequest, int]]) -> Iterable[Emission]:
-        for one, step in moved:
-            one.alone = False
-            one.step = step
-            if step >= one.total_steps:
-                one.phase = Phase.DECODE
+    def _stepped(self, moved: Sequence[tuple[ActiveRequest, int]]) -> None:
         if moved:
-            key, cost = moved[0][0].batch_key, moved[0][0].cost
-            self._spent[key] = self._spent.get(key, 0.0) + cost
-        return ()
+            sizes = Counter(
+                one.batch_key for one in self._active.values() if one.phase is Phase.DENOISE
+            )
+            self._share.charge(moved[0][0].batch_key, sum(one.cost for one, _ in moved), sizes)
+        for one, step in moved:
+            one.moved_to(step)
 
-    def _encoded(self, one: ActiveRequest, answer: StageData) -> None:
-        one.batch_key = answer.fields["batch_key"]
-        one.cost = answer.fields["cost"]
-        one.total_steps = answer.fields["total_steps"]
-        one.previews = preview_steps(one.entry.params.partial_images or 0, one.total_steps)
-        one.phase = Phase.DENOISE
+    def _digest(
+        self, name: str, one: ActiveRequest, outcome: StageData | OmniError
+    ) -> Iterable[Emission]:
+        if isinstance(outcome, OmniError):
+            return (self._end(one, outcome),)
+        if name == ENCODE:
+            one.begin(**{key: outcome.fields[key] for key in ("batch_key", "cost", "total_steps")})
+            return ()
+        if name == PREVIEW:
+            one.previewed()
+        else:
+            one.phase = Phase.DELIVER
+        return self._output(one, outcome)
 
     def _output(self, one: ActiveRequest, data: StageData) -> Iterable[Emission]:
         """Nothing yet for an output that is on its way (`deliver` brings it)."""
         if data.fields.get("late"):
+            one.num_in_flight += 1
             return ()
         if "partial_image_index" in data.fields:
             return (Emission(identity=one.entry.identity, data=data),)
@@ -268,8 +222,15 @@ class StepScheduler:
         return Emission(identity=one.entry.identity, error=error, final=True)
 
 
-def preview_steps(count: int, total_steps: int) -> list[int]:
-    """After how many steps each of `count` previews is due: evenly spread, each before the end;
-    fewer where there are too few steps."""
-    spread = {round(total_steps * (i + 1) / (count + 1)) for i in range(count)}
-    return sorted(step for step in spread if 0 < step < total_steps)
+def _command(name: str, wave: Sequence[ActiveRequest]) -> Command:
+    if name == ENCODE:
+        data = pack([one.entry.payload() for one in wave])
+    else:
+        fields = {
+            "steps": [one.step for one in wave],
+            "keep_clean": [one.wants_clean_after_next_step() for one in wave],
+            "previewed": [one.num_previewed for one in wave],
+        }
+        data = StageData(modality=Modality.LATENT, fields=fields)
+    identities = tuple(one.entry.identity for one in wave)
+    return Command(name=name, kind=KINDS[name], identities=identities, data=data)

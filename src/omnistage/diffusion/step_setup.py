@@ -21,6 +21,7 @@ from omnistage.diffusion.late_pictures import PictureOutput
 from omnistage.diffusion.options import DiffusionOptions
 from omnistage.diffusion.overrides import request_scheduler
 from omnistage.diffusion.signature import signature_of
+from omnistage.diffusion.step_encode import StepEncoder
 from omnistage.diffusion.step_runner import StepRunner
 from omnistage.diffusion.variants import PipelineVariants
 
@@ -43,7 +44,12 @@ def make_step_runner(
     family = fast_path.family
     assert family is not None, "check_mode refuses step mode without a family"
     maker = StateMaker(variants, family, options, stage.default_sampling_params, device)
-    return StepRunner(family, PictureOutput(platform, device), maker, explain)
+    return StepRunner(
+        family,
+        PictureOutput(platform, device),
+        StepEncoder(family, maker, explain),
+        free_memory=lambda: platform.empty_cache(device),
+    )
 
 
 class StateMaker:
