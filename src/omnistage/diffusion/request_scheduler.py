@@ -104,7 +104,7 @@ class RequestScheduler:
             if isinstance(error, OutOfMemoryError) and batch:
                 self._limits.did_not_fit(GENERATE, batch[0].batch_key, size)
             half = (len(batch) + 1) // 2
-            self._split.extend(part for part in (batch[:half], batch[half:]) if part)
+            self._split.extendleft(part for part in (batch[half:], batch[:half]) if part)
             return ()
         return tuple(Emission(identity=one, error=error, final=True) for one in held)
 
@@ -117,9 +117,13 @@ class RequestScheduler:
         return (len(self._running), len(self.queue) + sum(len(batch) for batch in self._split))
 
     def _next_split(self) -> list[QueuedRequest]:
+        """The rest of a batch that failed, in order; no more at a time than fit."""
         while self._split:
             if batch := self._split.popleft():
-                return batch
+                most = self._limits.of(GENERATE, batch[0].batch_key)
+                if batch[most:]:
+                    self._split.appendleft(batch[most:])
+                return batch[:most]
         return []
 
     def _next_batch(self) -> list[QueuedRequest]:
