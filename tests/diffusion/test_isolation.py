@@ -232,7 +232,7 @@ def test_nan_in_one_request_reaches_nobody_else(partial_images, crowd, alone):
     assert shown == ({"a": 1, "c": 1} if partial_images else {})
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-049")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-048")
 def test_the_same_schedule_gives_the_same_bits(crowd):
     joins = {"b": 2, "c": 3}
     first, second = (run(crowd, MIXED, joins_at=joins) for _ in range(2))

@@ -162,7 +162,7 @@ def test_alone_it_fails_and_leaves_nothing(call, crowd, alone):
     assert max_difference(crowd.alone(request("r0")), expected) <= TOLERANCE
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-050")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-046")
 def test_guidance_branches_that_do_not_fit_together_go_one_after_the_other(crowd, alone, caplog):
     expected = alone("r0", True)
     with room(crowd, "denoiser", 1) as memory, caplog.at_level(logging.WARNING, "omnistage"):
@@ -177,7 +177,7 @@ def test_guidance_branches_that_do_not_fit_together_go_one_after_the_other(crowd
     assert memory.sizes == [2, 2, 2], "the next of that shape tries it anew"
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-050")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-046")
 def test_a_crowd_of_guided_requests_comes_down_to_single_branches(crowd, alone):
     expected = {name: alone(name, True) for name in ("r0", "r1", "r2")}
     asked = {name: request(name, guided=True) for name in expected}

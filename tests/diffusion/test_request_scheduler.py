@@ -244,7 +244,7 @@ def test_the_head_is_served_first_with_all_that_share_its_call():
     assert served(scheduler) == [["urgent", "b", "d"], ["a", "c", "e"], ["f"]]
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-053")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-052")
 class TestWaiting:
     def test_it_says_exactly_how_long(self):
         clock = Clock()

@@ -347,7 +347,7 @@ def test_refused_requests_that_never_stop_coming_do_not_hold_up_steps():
     assert "good" in world.ended
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-044")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-043")
 @settings(max_examples=40, deadline=None)
 @given(
     crowd=st.dictionaries(st.sampled_from((1, 2, 3, 7)), st.integers(1, 3), min_size=2),
@@ -460,7 +460,7 @@ def test_a_preview_leaves_the_last_credit_for_the_result(late):
     assert world.ended == {"a": None}
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-047")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-040")
 def test_previews_that_were_held_back_are_shown_once():
     world = World(max_num_seqs=1)
     world.add("a", steps=4, partial_images=3, credits=1)
@@ -472,7 +472,7 @@ def test_previews_that_were_held_back_are_shown_once():
     assert world.ended == {"a": None}
 
 
-@pytest.mark.invariant("DIFF-RUNTIME-INV-047")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-040")
 def test_who_waits_for_its_reader_holds_nobody_up():
     world = World(max_num_seqs=1, max_shapes=1)
     world.add("slow", 1, steps=1, credits=1)
