@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,15 +16,17 @@ from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, StageRequest
 from tests.diffusion.concurrent import Concurrent, Outcome
+from tests.diffusion.driver import diffusion_request
 
 MAX_COMMANDS = 1000
 
 
 @dataclass
 class CancellingContext:
-    """Says at every checkpoint that `cancelled` are."""
+    """Says at every checkpoint that `cancelled` are; `late` is what outputs still need."""
 
     cancelled: set[RequestKey]
+    late: list[tuple[RequestIdentity, Callable[[], StageData]]] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     rank: int = 0
     world_size: int = 1
@@ -39,7 +42,8 @@ class CancellingContext:
         """Nobody watches."""
 
     def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
-        raise AssertionError("nothing is finished later on a CPU")
+        if identity.key not in self.cancelled:
+            self.late.append((identity, work))
 
 
 class Crowd:
@@ -49,6 +53,7 @@ class Crowd:
         self._runtime = Concurrent(name, **changes)
         self.scheduler = self._runtime._driver.scheduler
         self.executor = self._runtime.executor
+        self._late: list[tuple[RequestIdentity, Callable[[], StageData]]] = []
 
     @property
     def family(self) -> Any:
@@ -82,16 +87,17 @@ class Crowd:
             for name in [name for name, at in aborts.items() if at <= number]:
                 self._abort(name, waiting, aborts)
             command = self.scheduler.next_command()
-            if command is None and not waiting:
+            if command is None and not waiting and not self._late:
                 break
-            if command is None:
-                continue
-            if before is not None:
-                before(command)
-            seen = {name for name, at in cancels.items() if at <= number}
-            self._carry_out(command, seen, outcome)
-            for name in seen:
-                self._abort(name, waiting, cancels)
+            due, self._late = self._late, []
+            if command is not None:
+                if before is not None:
+                    before(command)
+                seen = {name for name, at in cancels.items() if at <= number}
+                self._carry_out(command, seen, outcome)
+                for name in seen:
+                    self._abort(name, waiting, cancels)
+            self._deliver(due, outcome)
         assert self.scheduler.counts() == (0, 0)
         return outcome
 
@@ -104,6 +110,7 @@ class Crowd:
         planned.pop(name)
         self.scheduler.abort((name, 0))
         self.executor.release((name, 0))
+        self._late = [one for one in self._late if one[0].key != (name, 0)]
 
     def _carry_out(self, command: Command, cancelled: set[str], outcome: Outcome) -> None:
         members = tuple(identity.request_id for identity in command.identities)
@@ -115,12 +122,27 @@ class Crowd:
             emissions = list(self.scheduler.fail(command, error))
         else:
             emissions = list(self.scheduler.complete(command, [result]))
+            self._late += context.late
         assert not cancelled & set(context.steps), "a cancelled request took a step"
         for emission in emissions:
             if emission.identity.request_id not in cancelled:
                 outcome.take(emission)
             if emission.final:
                 self.executor.release(emission.identity.key)
+
+    def _deliver(
+        self, due: list[tuple[RequestIdentity, Callable[[], StageData]]], outcome: Outcome
+    ) -> None:
+        """Outputs that were started one command ago, as the replica's output thread brings them."""
+        for identity, work in due:
+            try:
+                finished: StageData | OmniError = work()
+            except OmniError as error:
+                finished = error
+            for emission in self.scheduler.deliver(identity, finished):
+                outcome.take(emission)
+                if emission.final:
+                    self.executor.release(emission.identity.key)
 
 
 @contextmanager
@@ -134,6 +156,33 @@ def replaced(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
         delattr(target, name)
         if getattr(target, name, None) != original:
             setattr(target, name, original)
+
+
+def cancel_many(crowd: Crowd, count: int, seed: int) -> int:
+    """Cancel 9 of 10 of `count` requests at random times. Returns how many were done."""
+    drawn = random.Random(seed)
+    asked, joins, cancels, aborts = {}, {}, {}, {}
+    for i in range(count):
+        name = f"r{i}"
+        guided = drawn.random() < 0.5
+        asked[name] = diffusion_request(
+            "a red cat",
+            negative_prompt="bad" if guided else None,
+            true_cfg_scale=3.0 if guided else 1.0,
+            request_id=name,
+            height=32,
+            width=drawn.choice((32, 48)),
+            num_inference_steps=5,
+            partial_images=drawn.randrange(3),
+            seed=i,
+        )
+        joins[name] = i // 2
+        if i % 10:
+            where = cancels if drawn.random() < 0.5 else aborts
+            where[name] = joins[name] + drawn.randrange(12)
+    outcome = crowd.run(asked, joins_at=joins, cancels_at=cancels, aborts_at=aborts)
+    assert outcome.errors == {}
+    return len(outcome.results)
 
 
 def tensors_alive() -> int:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 
 import pytest
 
 from omnistage.attention.joint import RealFrequencies
-from tests.diffusion.crowd import Crowd, tensors_alive
+from omnistage.contracts.modalities import Modality
+from omnistage.contracts.payloads import StageData
+from tests.diffusion.crowd import Crowd, cancel_many, replaced, tensors_alive
 from tests.diffusion.driver import diffusion_request
 
 CANCELS = 1000
 STEPS = 5
 
 
-def request(name: str, seed: int = 0, width: int = 32):
+def request(name: str, seed: int = 0):
     return diffusion_request(
         "a red cat",
         negative_prompt="bad" if seed % 2 else None,
         true_cfg_scale=3.0 if seed % 2 else 1.0,
         request_id=name,
         height=32,
-        width=width,
+        width=32,
         num_inference_steps=STEPS,
         partial_images=seed % 3,
         seed=seed,
@@ -67,22 +68,6 @@ def test_a_cancel_at_any_point_frees_every_tensor(at, crowd):
     assert bool(seen) == (at > 0)
 
 
-def cancel_many(crowd: Crowd, count: int, seed: int) -> int:
-    """Cancel `count` requests at random times; one in ten lives. Returns how many were done."""
-    drawn = random.Random(seed)
-    asked, joins, cancels, aborts = {}, {}, {}, {}
-    for i in range(count):
-        name = f"r{i}"
-        asked[name] = request(name, drawn.randrange(6), drawn.choice((32, 48)))
-        joins[name] = i // 2
-        if i % 10:
-            where = cancels if drawn.random() < 0.5 else aborts
-            where[name] = joins[name] + drawn.randrange(12)
-    outcome = crowd.run(asked, joins_at=joins, cancels_at=cancels, aborts_at=aborts)
-    assert outcome.errors == {}
-    return len(outcome.results)
-
-
 @pytest.mark.invariant("DIFF-RUNTIME-INV-051")
 def test_a_thousand_random_cancels_leave_nothing(crowd):
     done = cancel_many(crowd, CANCELS // 10, seed=0)
@@ -93,3 +78,30 @@ def test_a_thousand_random_cancels_leave_nothing(crowd):
     assert crowd.family._batches == {}
     assert tensors_alive() - before <= 2 * RealFrequencies.max_entries, "the bounded cache apart"
     assert done >= CANCELS // 10
+
+
+@pytest.mark.invariant("DIFF-RUNTIME-INV-040")
+@pytest.mark.invariant("DIFF-RUNTIME-INV-051")
+def test_cancels_while_outputs_are_being_finished_leave_nothing(crowd):
+    """As on a GPU, where each output is finished beside the next command."""
+    delivered = []
+
+    def make(original):
+        def send(context, identity, *args):
+            result = original(context, identity, *args)
+
+            def work():
+                delivered.append(identity)
+                return result
+
+            context.finish_later(identity, work)
+            return StageData(modality=Modality.IMAGE, fields={"late": True})
+
+        return send
+
+    with replaced(crowd.steps._output, "send", make):
+        done = cancel_many(crowd, 150, seed=2)
+    assert done >= 15
+    assert len(delivered) > done
+    assert crowd.steps.num_states == 0
+    assert crowd.scheduler.counts() == (0, 0)
