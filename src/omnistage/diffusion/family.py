@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -226,14 +226,6 @@ class StepFamily(ABC):
 
     # helpers -----------------------------------------------------------------------------------
 
-    def check_texts(self, given: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Raises `InvalidRequestError` where one of `names` is neither None nor a single text."""
-        for name in names:
-            if given[name] is not None and not isinstance(given[name], str):
-                raise InvalidRequestError(
-                    f"{name} must be a text, got {type(given[name]).__name__}", param=name
-                )
-
     def refuse_unknown(self, given: Sequence[str]) -> None:
         """Raises `InvalidRequestError` for an argument that the family does not handle by steps."""
         for name in given:
@@ -308,23 +300,3 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
     if not missing:
         return tensor
     return torch.cat([tensor, tensor.new_zeros(1, missing, *tensor.shape[2:])], dim=1)
-
-
-def encode_by(
-    prompts: Sequence[dict[str, Any]],
-    texts: Sequence[str],
-    encode: Callable[..., Mapping[str, torch.Tensor]],
-) -> list[Condition]:
-    """Encode with as few calls as can be, for encoders that pad to a fixed length: those equal but
-    for `texts` share a call, in which each of `texts` is a list."""
-    encoded: list[Condition] = [{} for _ in prompts]
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for index, one in enumerate(prompts):
-        shared = tuple((name, value) for name, value in one.items() if name not in texts)
-        groups.setdefault(shared, []).append(index)
-    for shared, members in groups.items():
-        lists = {name: [prompts[index][name] for index in members] for name in texts}
-        tensors = encode(**lists, **dict(shared))
-        for row, index in enumerate(members):
-            encoded[index] = {name: value[row : row + 1] for name, value in tensors.items()}
-    return encoded

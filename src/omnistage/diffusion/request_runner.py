@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from omnistage.platforms.base import Platform
 
-_OF_EACH = ("prompt", "negative_prompt")
+_PROMPTS = ("prompt", "prompt_2", "prompt_3")
+_OF_EACH = (*_PROMPTS, *(f"negative_{name}" for name in _PROMPTS))
 
 
 class RequestRunner:
@@ -118,12 +119,21 @@ class RequestRunner:
     def _arguments(
         self, pipeline: DiffusionPipeline, inputs: Sequence[DiffusionInputs]
     ) -> dict[str, Any]:
-        """For several requests each text is a list; everything else is the same in all of them."""
+        """For several requests each text is a list; everything else is the same in all of them.
+
+        A text stands there once an output: diffusers 0.42 gives the outputs of several prompts each
+        other's masks (Qwen-Image's `encode_prompt` repeats texts and masks in different orders).
+        """
         calls = [call_arguments(pipeline, one, self._options, self._defaults) for one in inputs]
         arguments = calls[0]
         if len(calls) == 1:
             return arguments | image_arguments(pipeline, inputs[0])
-        texts = {name: [call[name] for call in calls] for name in _OF_EACH if name in arguments}
+        count = arguments.pop("num_images_per_prompt", 1)
+        texts = {
+            name: [call[name] for call in calls for _ in range(count)]
+            for name in _OF_EACH
+            if name in arguments
+        }
         return arguments | texts
 
     def _generators(

@@ -44,6 +44,8 @@ BUNDLED_OWNER = "omnistage/"
 
 FAMILIES: dict[str, str] = {
     "FluxPipeline": "omnistage.models.flux.pipeline",
+    "QwenImageEditPipeline": "omnistage.models.qwen_image.pipeline",
+    "QwenImageEditPlusPipeline": "omnistage.models.qwen_image.pipeline",
     "QwenImagePipeline": "omnistage.models.qwen_image.pipeline",
     "StableDiffusion3Pipeline": "omnistage.models.stable_diffusion_3.pipeline",
 }

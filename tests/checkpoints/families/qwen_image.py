@@ -40,6 +40,26 @@ def qwen_image_edit():
     The processor, which feeds the vision tower, shrinks the image again.
     """
     from diffusers import QwenImageEditPipeline
+
+    return _editor(QwenImageEditPipeline)
+
+
+@image_to_image(
+    "QwenImageEditPlusPipeline",
+    negative_prompt=NEGATIVE_PROMPT,
+    true_cfg_scale=4.0,
+    num_inference_steps=3,
+    height=64,
+    width=128,
+)
+def qwen_image_edit_plus():
+    """Takes several images, and shows them smaller to the text encoder."""
+    from diffusers import QwenImageEditPlusPipeline
+
+    return _editor(QwenImageEditPlusPipeline)
+
+
+def _editor(pipeline_class):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     tokenizer = qwen2_tokenizer()
@@ -49,7 +69,7 @@ def qwen_image_edit():
         video_processor=Qwen2VLVideoProcessor(),
         chat_template=tokenizer.chat_template,
     )
-    return QwenImageEditPipeline(
+    return pipeline_class(
         scheduler=_scheduler(),
         vae=qwen_image_autoencoder(levels=5),
         text_encoder=qwen25_vl(tokenizer),

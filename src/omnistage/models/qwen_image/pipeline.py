@@ -1,4 +1,4 @@
-"""Qwen-Image: one denoising stage, with step mode and request batches."""
+"""Qwen-Image and its editors, whose calls serve one request: each has pictures of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from omnistage.config.pipeline import PipelineConfig
 from omnistage.models.diffusers_generic.pipeline import pipeline_with_steps
 
-STEP_OPTIONS: dict[str, Any] = {
-    "step_family": "omnistage.models.qwen_image.steps:QwenImageSteps",
-    "supports_request_batch": True,
-}
-
 
 def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
-    return pipeline_with_steps("qwen_image", index, STEP_OPTIONS)
+    name = index["_class_name"]
+    options = {
+        "step_family": f"omnistage.models.qwen_image.steps:{name.removesuffix('Pipeline')}Steps",
+        "supports_request_batch": name == "QwenImagePipeline",
+    }
+    return pipeline_with_steps("qwen_image", index, options)

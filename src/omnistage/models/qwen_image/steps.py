@@ -1,17 +1,19 @@
-"""Qwen-Image by steps (diffusers' `QwenImagePipeline` and `QwenImageEditPipeline`)."""
+"""Qwen-Image by steps (`QwenImagePipeline`, `QwenImageEditPipeline`, `QwenImageEditPlusPipeline`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from omnistage.diffusion.family import Condition, Row, StepFamily, StepRequestState, stack_rows
+from omnistage.diffusion.family import Condition, Row, StepRequestState, stack_rows
+from omnistage.diffusion.flow_family import FlowFamily, unpadded
+from omnistage.diffusion.joined_pictures import MEGAPIXEL, pixels_of, size_of_area
 
 if TYPE_CHECKING:
     import torch
 
 
-class QwenImageSteps(StepFamily):
+class QwenImageSteps(FlowFamily):
     """Guidance by `true_cfg_scale` and a negative prompt, rescaled to the conditional norm."""
 
     accepted = frozenset({"true_cfg_scale", "guidance_scale"})
@@ -21,128 +23,109 @@ class QwenImageSteps(StepFamily):
 
         return [install_joint_attention(self.module)]
 
-    def check(self, state: StepRequestState) -> None:
-        given = state.arguments
-        default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
-        given["height"] = given["height"] or default
-        given["width"] = given["width"] or default
-        self._check_inputs(given)
-
-    def _check_inputs(self, given: dict[str, Any]) -> None:
-        self.pipeline.check_inputs(
-            given["prompt"],
-            given["height"],
-            given["width"],
-            negative_prompt=given["negative_prompt"],
-            max_sequence_length=given["max_sequence_length"],
-        )
-        if self.pipeline.transformer.config.guidance_embeds and given["guidance_scale"] is None:
+    def check_call(self, given: Mapping[str, Any]) -> None:
+        super().check_call(given)
+        if self.module.config.guidance_embeds and given["guidance_scale"] is None:
             raise ValueError("guidance_scale is required for guidance-distilled model.")
 
     def conditions(self, state: StepRequestState) -> list[dict[str, Any]]:
         given = state.arguments
-        texts = [given["prompt"]]
-        if given["true_cfg_scale"] > 1 and given["negative_prompt"] is not None:
-            texts.append(given["negative_prompt"])
-        return [{"text": text, "length": given["max_sequence_length"]} for text in texts]
+        length = given["max_sequence_length"]
+        return [
+            {"text": given[f"{kind}prompt"], "length": length} for kind in self.true_texts(given)
+        ]
 
     def encode(self, prompts: Sequence[dict[str, Any]]) -> list[Condition]:
         longest = max(one["length"] for one in prompts)
         embeds, mask = self.pipeline.encode_prompt(
             [one["text"] for one in prompts], max_sequence_length=longest
         )
-        lengths = [embeds.shape[1]] * len(prompts) if mask is None else mask.sum(1).tolist()
-        valid = [min(length, one["length"]) for length, one in zip(lengths, prompts, strict=True)]
-        return [{"embeds": embeds[i : i + 1, :n]} for i, n in enumerate(valid)]
+        return [
+            {"embeds": one["embeds"][:, : wanted["length"]]}
+            for one, wanted in zip(unpadded(embeds, mask), prompts, strict=True)
+        ]
 
     def prepare(self, state: StepRequestState) -> None:
-        pipe, given = self.pipeline, state.arguments
-        embeds = state.branches[0]["embeds"]
-        state.latents = pipe.prepare_latents(
-            given["num_images_per_prompt"],
-            pipe.transformer.config.in_channels // 4,
-            given["height"],
-            given["width"],
-            embeds.dtype,
-            embeds.device,
-            state.generator,
-            given["latents"],
-        )
-        state.extra["sizes"] = [self._grid(given["height"], given["width"])]
-        self._schedule(state)
+        given = state.arguments
+        self.start(state, self.module.config.in_channels // 4)
+        self.finish(state, [(given["height"], given["width"])])
 
-    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
+    def finish(self, state: StepRequestState, sizes: Sequence[tuple[int, int]]) -> None:
+        """`sizes`: (height, width) in pixels of all pictures in the sequence, the result first."""
         scale = self.pipeline.vae_scale_factor * 2
-        return (1, height // scale, width // scale)
-
-    def _schedule(self, state: StepRequestState) -> None:
-        import numpy as np
-        from diffusers.pipelines.qwenimage.pipeline_qwenimage import (
-            calculate_shift,
-            retrieve_timesteps,
-        )
-
-        given, count = state.arguments, state.arguments["num_inference_steps"]
-        sigmas = given["sigmas"]
+        grids = [(1, height // scale, width // scale) for height, width in sizes]
+        state.extra["grids"] = grids
         state.scheduler = self.own_scheduler(state)
-        config = state.scheduler.config
-        mu = calculate_shift(
-            state.latents.shape[1],
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        state.timesteps, _ = retrieve_timesteps(
-            state.scheduler,
-            count,
-            state.latents.device,
-            sigmas=np.linspace(1.0, 1 / count, count) if sigmas is None else sigmas,
-            mu=mu,
-        )
-        state.scheduler.set_begin_index(0)
-        state.forward_key = (tuple(state.extra["sizes"]), state.latents.dtype)
+        self.schedule_evenly(state)
+        state.forward_key = (tuple(grids), state.latents.dtype)
 
     def static_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
         import torch
 
         lengths = torch.tensor([row.condition["embeds"].shape[1] for row in rows])
-        embeds = stack_rows(rows, "embeds")
-        guidance = None
-        if self.pipeline.transformer.config.guidance_embeds:
-            scales = [row.state.arguments["guidance_scale"] for row in rows]
-            guidance = torch.tensor(scales, device=embeds.device, dtype=torch.float32)
         return {
-            "encoder_hidden_states": embeds,
-            "guidance": guidance,
-            "img_shapes": [rows[0].state.extra["sizes"]] * len(rows),
+            "encoder_hidden_states": stack_rows(rows, "embeds"),
+            "guidance": self.embedded_guidance(rows),
+            "img_shapes": [rows[0].state.extra["grids"]] * len(rows),
             "attention_kwargs": {"text_lengths": lengths},
         }
-
-    def moving_inputs(self, latents: torch.Tensor, timesteps: torch.Tensor) -> dict[str, Any]:
-        return {"hidden_states": latents, "timestep": timesteps.to(latents.dtype) / 1000}
 
     def guide(self, state: StepRequestState, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        length = state.latents.shape[1]
-        positive, *negative = [one[:, :length] for one in predictions]
-        if not negative:
-            return positive
-        scale = state.arguments["true_cfg_scale"]
-        combined = negative[0] + scale * (positive - negative[0])
-        norm = torch.norm(positive, dim=-1, keepdim=True)
+        of_result = [one[:, : state.latents.shape[1]] for one in predictions]
+        combined = self.combine(of_result, state.arguments["true_cfg_scale"])
+        if len(of_result) == 1:
+            return combined
+        norm = torch.norm(of_result[0], dim=-1, keepdim=True)
         return combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
 
     def decode(self, latents: torch.Tensor, states: Sequence[StepRequestState]) -> torch.Tensor:
-        import torch
+        return self.decode_normalized(self.unpacked(latents, states[0]))
 
-        pipe, given = self.pipeline, states[0].arguments
-        vae, shape = pipe.vae, (1, -1, 1, 1, 1)
-        unpacked = pipe._unpack_latents(
-            latents, given["height"], given["width"], pipe.vae_scale_factor
-        ).to(vae.dtype)
-        mean = torch.tensor(vae.config.latents_mean).view(shape).to(unpacked)
-        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(unpacked)
-        picture: torch.Tensor = vae.decode(unpacked / inverse_std + mean, return_dict=False)[0]
-        return picture[:, :, 0]
+
+class QwenImageEditSteps(QwenImageSteps):
+    """Prompts are encoded with the pictures, whose latents follow the result's."""
+
+    prompt_area = MEGAPIXEL
+
+    def check(self, state: StepRequestState) -> None:
+        given, multiple = state.arguments, self.pipeline.vae_scale_factor * 2
+        suited = size_of_area(state.pictures[-1], MEGAPIXEL)
+        for name, size in zip(("height", "width"), suited, strict=True):
+            given[name] = (given[name] or size) // multiple * multiple
+        self.check_call(given)
+
+    def seen(self, state: StepRequestState) -> Sequence[Any]:
+        """The pictures as the text encoder gets them."""
+        resize, area = self.pipeline.image_processor.resize, self.prompt_area
+        return [resize(one, *size_of_area(one, area)) for one in state.pictures]
+
+    joined = seen
+
+    def conditions(self, state: StepRequestState) -> list[dict[str, Any]]:
+        pictures = self.seen(state)
+        return [{**one, "pictures": pictures} for one in super().conditions(state)]
+
+    def encode(self, prompts: Sequence[dict[str, Any]]) -> list[Condition]:
+        pictures = [picture for one in prompts for picture in one["pictures"]]
+        return unpadded(*self.pipeline.encode_prompt([one["text"] for one in prompts], pictures))
+
+    def prepare(self, state: StepRequestState) -> None:
+        given = state.arguments
+        sizes = [size_of_area(one, MEGAPIXEL) for one in state.pictures]
+        pixels = pixels_of(self.pipeline, self.joined(state), sizes)
+        (state.extra["pictures"],) = self.start(state, self.module.config.in_channels // 4, pixels)
+        self.finish(state, [(given["height"], given["width"]), *sizes])
+
+
+class QwenImageEditPlusSteps(QwenImageEditSteps):
+    """Several pictures, which the text encoder sees smaller and with one prompt at a time."""
+
+    prompt_area = 384 * 384
+
+    def encode(self, prompts: Sequence[dict[str, Any]]) -> list[Condition]:
+        return [QwenImageEditSteps.encode(self, [one])[0] for one in prompts]
+
+    def joined(self, state: StepRequestState) -> Sequence[Any]:
+        return state.pictures

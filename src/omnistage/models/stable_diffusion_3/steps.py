@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from omnistage.diffusion.family import Condition, Row, StepFamily, StepRequestState, encode_by
-from omnistage.diffusion.flow_schedule import set_schedule, shift_of
+from omnistage.contracts.errors import InvalidRequestError
+from omnistage.diffusion.family import Condition, Row, StepRequestState
+from omnistage.diffusion.flow_family import FlowFamily, encode_by, shift_of
 
 if TYPE_CHECKING:
     import torch
 
 _PROMPTS = ("prompt", "prompt_2", "prompt_3")
-_TEXTS = (*_PROMPTS, *(f"negative_{name}" for name in _PROMPTS))
 
 
-class StableDiffusion3Steps(StepFamily):
+class StableDiffusion3Steps(FlowFamily):
     """Guidance by `guidance_scale` above 1, away from the negative prompt or an empty one. Texts
     are padded to fixed lengths, nothing is masked."""
 
-    accepted = frozenset({*_TEXTS, "guidance_scale", "clip_skip"})
+    texts = (*_PROMPTS, *(f"negative_{name}" for name in _PROMPTS))
+    accepted = frozenset({*texts, "guidance_scale", "clip_skip"})
 
-    def check(self, state: StepRequestState) -> None:
-        given = state.arguments
-        self.check_texts(given, _TEXTS)
-        default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
-        given["height"] = given["height"] or default
-        given["width"] = given["width"] or default
-        self.pipeline.check_inputs(
-            **{name: given[name] for name in (*_TEXTS, "height", "width", "max_sequence_length")}
-        )
+    def check_call(self, given: Mapping[str, Any]) -> None:
+        super().check_call(given)
+        if not isinstance(given["clip_skip"], int | None):
+            raise InvalidRequestError(
+                f"clip_skip must be an integer, got {given['clip_skip']!r}", param="clip_skip"
+            )
 
     def conditions(self, state: StepRequestState) -> list[dict[str, Any]]:
         given = state.arguments
@@ -51,24 +49,14 @@ class StableDiffusion3Steps(StepFamily):
         return {"embeds": embeds, "pooled": pooled}
 
     def prepare(self, state: StepRequestState) -> None:
-        pipe, given = self.pipeline, state.arguments
+        self.start(state, self.module.config.in_channels)
+        state.scheduler = self.own_scheduler(state)
+        shift: dict[str, float] = {}
+        if state.scheduler.config.get("use_dynamic_shifting"):
+            height, width = (size // self.pipeline.patch_size for size in state.latents.shape[2:])
+            shift["mu"] = shift_of(state.scheduler, height * width, max_shift=1.16)
+        self.schedule(state, state.arguments["sigmas"], **shift)
         embeds = state.branches[0]["embeds"]
-        state.latents = pipe.prepare_latents(
-            given["num_images_per_prompt"],
-            pipe.transformer.config.in_channels,
-            given["height"],
-            given["width"],
-            embeds.dtype,
-            embeds.device,
-            state.generator,
-            given["latents"],
-        )
-        scheduler, shift = self.own_scheduler(state), {}
-        if scheduler.config.get("use_dynamic_shifting"):
-            height, width = state.latents.shape[2:]
-            tokens = (height // pipe.patch_size) * (width // pipe.patch_size)
-            shift["mu"] = shift_of(scheduler, tokens, max_shift=1.16)
-        set_schedule(state, scheduler, embeds.device, sigmas=given["sigmas"], **shift)
         state.forward_key = (embeds.shape[1], embeds.dtype)
 
     def static_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -83,13 +71,7 @@ class StableDiffusion3Steps(StepFamily):
         return {"hidden_states": latents, "timestep": timesteps}
 
     def guide(self, state: StepRequestState, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
-        positive, *negative = predictions
-        if not negative:
-            return positive
-        return negative[0] + state.arguments["guidance_scale"] * (positive - negative[0])
+        return self.combine(predictions, state.arguments["guidance_scale"])
 
     def decode(self, latents: torch.Tensor, states: Sequence[StepRequestState]) -> torch.Tensor:
-        config = self.pipeline.vae.config
-        scaled = latents / config.scaling_factor + config.shift_factor
-        picture: torch.Tensor = self.pipeline.vae.decode(scaled, return_dict=False)[0]
-        return picture
+        return self.decode_scaled(latents)
