@@ -54,6 +54,7 @@ def theirs(name: str, index: int, output_type: str = "latent", **changes: Any) -
     return as_tensor(images).float()
 
 
+@pytest.mark.invariant("MODEL-INV-022")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("output_type", ["latent", "np", "pil"])
 @pytest.mark.parametrize("name", STEP_FAMILIES)

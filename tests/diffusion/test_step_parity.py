@@ -61,6 +61,7 @@ def distances(outcome: Outcome, name: str, output_type: str = "latent") -> dict[
     }
 
 
+@pytest.mark.invariant("MODEL-INV-021")
 @pytest.mark.parametrize("in_one_batch", [True, False])
 @pytest.mark.parametrize("output_type", ["latent", "np", "pil"])
 @pytest.mark.parametrize("name", STEP_FAMILIES)
@@ -72,6 +73,7 @@ def test_each_of_a_batch_equals_diffusers(name, output_type, in_one_batch):
     assert max(found.values()) <= limit_of(output_type), found
 
 
+@pytest.mark.invariant("MODEL-INV-021")
 @pytest.mark.parametrize("output_type", ["latent", "np", "pil"])
 @pytest.mark.parametrize("name", STEP_FAMILIES)
 def test_each_alone_equals_diffusers(name, output_type):

@@ -32,12 +32,12 @@ def model_folder(tmp_path):
 
 @pytest.mark.invariant("MODEL-INV-001")
 def test_a_local_directory_is_a_pipeline_of_one_denoising_stage(model_folder):
-    folder = model_folder("FluxPipeline")
+    folder = model_folder("SanaPipeline")
     entry = find_pipeline(str(folder))
     assert entry.model_path == folder
     assert entry.served_name == "my-model"
     assert entry.deploy is None
-    assert entry.pipeline.diffusers_class_name == "FluxPipeline"
+    assert entry.pipeline.diffusers_class_name == "SanaPipeline"
     (stage,) = entry.pipeline.stages
     assert stage.execution_type is ExecutionType.DIFFUSION
     assert stage.runtime == "omnistage.diffusion.runtime:DiffusionRuntime"
@@ -67,8 +67,20 @@ def test_a_hub_id_is_served_under_its_own_name(model_folder, monkeypatch):
 
 
 def test_editors_need_a_picture_and_some_take_several(model_folder):
-    entry = find_pipeline(str(model_folder("QwenImageEditPlusPipeline")))
+    entry = find_pipeline(str(model_folder("JoyImageEditPlusPipeline")))
     assert entry.pipeline.options == {0: {"image_input": "required", "max_images": 10}}
+
+
+def test_a_family_adds_its_step_mode(model_folder):
+    entry = find_pipeline(str(model_folder("QwenImageEditPlusPipeline")))
+    assert entry.pipeline.options == {
+        0: {
+            "image_input": "required",
+            "max_images": 10,
+            "step_family": "omnistage.models.qwen_image.steps:QwenImageEditPlusSteps",
+            "supports_request_batch": False,
+        }
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Qwen-Image by steps (`QwenImagePipeline`, `QwenImageEditPipeline`, `QwenImageEditPlusPipeline`)."""
+"""Qwen-Image by steps (diffusers' `QwenImagePipeline` and its Edit and EditPlus)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from omnistage.config.pipeline import PipelineConfig
 from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.pipeline_plan import INDEX_NAME
 from omnistage.models.diffusers_generic.pipeline import one_stage_pipeline
-from omnistage.models.qwen_image.pipeline import STEP_OPTIONS
+from omnistage.models.qwen_image.pipeline import step_options
 
 MODEL_TYPE = "tiny_image"
 NAME = "omnistage/tiny-image"
@@ -43,5 +43,5 @@ def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
         MODEL_TYPE,
         index["_class_name"],
         default_sampling_params=DEFAULT_SAMPLING_PARAMS,
-        options=dict(STEP_OPTIONS),
+        options=step_options(index["_class_name"]),
     )
