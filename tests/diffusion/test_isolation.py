@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -306,4 +307,14 @@ def test_a_prompt_that_only_its_encoding_refuses_is_its_own_fault(crowd, alone):
         outcome = crowd.run({"bad": bad, "a": ASK.request("a")})
     assert type(outcome.errors["bad"]) is InvalidRequestError
     assert "`prompt` has to be of type" in outcome.errors["bad"].message
+    assert max_difference(outcome.results["a"], alone(ASK)) <= TOLERANCE
+
+
+def test_latents_of_a_wrong_shape_are_their_senders_fault(crowd, alone):
+    """The first step finds it out, as in request mode."""
+    latents = np.zeros((1, 5, 16), np.float32)
+    bad = diffusion_request("a", request_id="bad", height=32, width=32, latents=latents, seed=0)
+    outcome = crowd.run({"bad": bad, "a": ASK.request("a")})
+    assert type(outcome.errors["bad"]) is InvalidRequestError
+    assert outcome.errors["bad"].param == "latents"
     assert max_difference(outcome.results["a"], alone(ASK)) <= TOLERANCE
