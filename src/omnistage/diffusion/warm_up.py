@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from omnistage.contracts.errors import ConfigurationError, OmniError
 from omnistage.contracts.identity import RequestIdentity, RequestKey
@@ -41,33 +42,46 @@ class SilentContext:
         """A warm-up has no output."""
 
 
-def warm_up_request(height: int, width: int) -> dict[str, Any]:
-    """The identities and the data of its "encode" command; guided, where the defaults guide."""
+def warm_up(runner: StepRunner, height: int, width: int, *, with_picture: bool) -> None:
+    """Run requests of that size without output, as far as their second step: one alone and two
+    together, since compilers take a batch of one for a special case.
+
+    Raises `ConfigurationError` for a size that the model refuses.
+    """
+    for count in (1, 2):
+        _run(runner, [_payload(height, width, with_picture=with_picture)] * count, height, width)
+
+
+def _payload(height: int, width: int, *, with_picture: bool) -> StageData:
+    """Guided, where the stage's defaults guide."""
     params = OmniDiffusionSamplingParams(
         height=height, width=width, num_inference_steps=_STEPS, seed=0
     )
-    payload = StageData(
-        modality=Modality.TEXT, fields={"prompt": "warm-up", "params": msgspec.to_builtins(params)}
+    picture = {"image_0": np.zeros((height, width, 3), np.uint8)} if with_picture else {}
+    return StageData(
+        modality=Modality.TEXT,
+        fields={"prompt": "warm-up", "params": msgspec.to_builtins(params)},
+        tensors=picture,
     )
-    identity = RequestIdentity(request_id="warm-up")
-    return {"identities": (identity,), "data": pack([payload])}
 
 
-def warm_up(runner: StepRunner, height: int, width: int) -> None:
-    """Run one request of that size without output, as far as its second step."""
+def _run(runner: StepRunner, payloads: Sequence[StageData], height: int, width: int) -> None:
     context = SilentContext()
-    request = warm_up_request(height, width)
+    count = len(payloads)
+    identities = tuple(RequestIdentity(request_id=f"warm-up-{index}") for index in range(count))
     try:
-        encode = Command(name=ENCODE, kind=ENCODE, **request)
-        (answer,) = unpack(runner.execute(encode, context))
-        if isinstance(answer, OmniError):
-            raise ConfigurationError(f"warm-up at {width}x{height}: {answer.message}")
+        encode = Command(name=ENCODE, kind=ENCODE, identities=identities, data=pack(payloads))
+        for answer in unpack(runner.execute(encode, context)):
+            if isinstance(answer, OmniError):
+                raise ConfigurationError(f"warm-up at {width}x{height}: {answer.message}")
         for step in range(2):
-            fields = {"steps": [step], "keep_clean": [False], "previewed": [0]}
+            fields = {name: [value] * count for name, value in _idle_step(step).items()}
             data = StageData(modality=Modality.LATENT, fields=fields)
-            identities = request["identities"]
-            command = Command(name=STEP, kind=STEP, identities=identities, data=data)
-            runner.execute(command, context)
+            runner.execute(Command(name=STEP, kind=STEP, identities=identities, data=data), context)
     finally:
-        for identity in request["identities"]:
+        for identity in identities:
             runner.release(identity.key)
+
+
+def _idle_step(step: int) -> dict[str, Any]:
+    return {"steps": step, "keep_clean": False, "previewed": 0}
