@@ -34,6 +34,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "guidance_scale": 2.0,
         },
     },
+    "flux_schnell": {
+        "plain": {},
+        "long": {"negative_prompt": "bad quality", "true_cfg_scale": 2.0},
+        "short": {"prompt_2": "a tree at the house"},
+        "late": {"negative_prompt": "low", "true_cfg_scale": 1.5},
+    },
     "sd35": {
         "plain": {"guidance_scale": 2.0},
         "long": {"guidance_scale": 1.5, "prompt_3": "a tree", "clip_skip": 1},

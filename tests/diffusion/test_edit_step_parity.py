@@ -118,8 +118,7 @@ def test_it_sees_another_picture(name, monkeypatch):
 @pytest.mark.parametrize("name", EDITORS)
 def test_it_sees_a_prompt_that_saw_another_picture(name, monkeypatch):
     family = editing(name).family
-    correct, joined = family.seen, family.joined
-    monkeypatch.setattr(family, "joined", joined)
+    correct = family.seen
     monkeypatch.setattr(family, "seen", lambda state: [one.rotate(180) for one in correct(state)])
     found = distances(edited(name, "third"), name)
     assert found["third"] > CLEARLY_WRONG
@@ -127,13 +126,13 @@ def test_it_sees_a_prompt_that_saw_another_picture(name, monkeypatch):
 
 def test_several_pictures_in_one_sequence_equal_diffusers():
     name = "qwen_image_edit_plus"
-    call = call_of(name, "first") | {"num_inference_steps": 2}
+    call = call_of(name, "first")
     pictures = [call.pop("image"), gradient_image(32, 40)]
-    request = request_of(call, 7, "latent")
+    request = request_of(call, SEEDS["first"], "latent")
     request.data.tensors.update({f"image_{i}": np.asarray(one) for i, one in enumerate(pictures)})
     outcome = editing(name).run({"req": request})
     assert not outcome.errors
-    reference = reference_images(pipeline_of(name), {**call, "image": pictures}, 7, "latent")
-    alone = reference_images(pipeline_of(name), {**call, "image": pictures[1]}, 7, "latent")
+    call["image"] = pictures
+    reference = reference_images(pipeline_of(name), call, SEEDS["first"], "latent")
     assert distance(outcome.results["req"].tensors["images"], reference) <= LIMIT
-    assert distance(alone, reference) > CLEARLY_WRONG
+    assert distance(theirs(name, "first", "latent"), reference) > CLEARLY_WRONG

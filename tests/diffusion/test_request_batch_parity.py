@@ -26,6 +26,7 @@ PROMPTS = ["a red cat", LONG_PROMPT, "dog", "an image of the user at a tree"]
 SHARED: dict[str, dict[str, Any]] = {
     "qwen_image": {"true_cfg_scale": 2.0},
     "flux": {"negative_prompt": "bad", "true_cfg_scale": 1.5, "guidance_scale": 2.0},
+    "flux_schnell": {},
     "sd35": {"guidance_scale": 1.5},
 }
 
@@ -128,3 +129,20 @@ def test_second_prompts_in_a_fused_call_equal_diffusers(name):
     for index in range(len(PROMPTS)):
         reference = theirs(name, index, prompt_2="a tree at the house")
         assert distance(outcome.results[str(index)].tensors["images"], reference) <= LIMIT
+
+
+def test_a_negative_prompt_without_effect_does_not_part_a_call():
+    """One is the stage's default, which is left out where there is no guidance; one is not."""
+    defaults = {"extra_args": {"negative_prompt": " "}}
+    runtime = Concurrent("qwen_image", max_num_seqs=4, default_sampling_params=defaults)
+    call = {**call_of("qwen_image", 0), "true_cfg_scale": 1.0}
+    requests = {
+        str(i): request_of({**call, "negative_prompt": text}, 20, "latent", str(i))
+        for i, text in enumerate(["", " ", ""])
+    }
+    outcome = runtime.run(requests)
+    assert outcome.commands == [("generate", ("0", "1", "2"))]
+    del call["negative_prompt"]
+    reference = reference_images(pipeline_of("qwen_image"), call, 20, "latent")
+    for data in outcome.results.values():
+        assert distance(data.tensors["images"], reference) <= LIMIT

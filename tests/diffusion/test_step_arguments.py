@@ -150,3 +150,28 @@ def test_texts_of_other_maximal_lengths_take_steps_apart_and_equal_diffusers(nam
     assert distance(*references) > LIMIT
     for case, reference in zip(calls, references, strict=True):
         assert distance(outcome.results[case].tensors["images"], reference) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["flux", "sd35"])
+def test_a_scheduler_that_remembers_steps_equals_diffusers(name, monkeypatch):
+    """Each request's own remembers its own steps; such a scheduler makes its sigmas itself."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    scheduler = DPMSolverMultistepScheduler(
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+        prediction_type="flow_prediction",
+        use_dynamic_shifting=name == "flux",
+    )
+    runtime, pipeline = stepping(name), pipeline_of(name)
+    monkeypatch.setattr(runtime.family.pipeline, "scheduler", scheduler)
+    calls = {case: call_of(name, case) for case in ("plain", "short", "late")}
+    outcome = runtime.run(
+        {case: request_of(call, 9, "latent", case) for case, call in calls.items()}, {"late": 2}
+    )
+    assert not outcome.errors
+    assert any(len(wave) > 1 for wave in outcome.waves("step"))
+    for case, call in calls.items():
+        monkeypatch.setattr(pipeline, "scheduler", type(scheduler).from_config(scheduler.config))
+        reference = reference_images(pipeline, call, 9, "latent")
+        assert distance(outcome.results[case].tensors["images"], reference) <= LIMIT

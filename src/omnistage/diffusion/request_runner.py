@@ -132,9 +132,10 @@ class RequestRunner:
         texts = {
             name: [call[name] for call in calls for _ in range(count)]
             for name in _OF_EACH
-            if name in arguments
+            if all(name in call for call in calls)
         }
-        return arguments | texts
+        idle = set(_OF_EACH) - set(texts)  # without guidance a default negative prompt is left out
+        return {name: value for name, value in arguments.items() if name not in idle} | texts
 
     def _generators(
         self, inputs: Sequence[DiffusionInputs]

@@ -17,6 +17,15 @@ def flux():
     return FluxPipeline(**_flux_components())
 
 
+@text_to_image("FluxPipeline", max_sequence_length=48)
+def flux_schnell():
+    """Made for few steps: no guidance of its own, and a schedule that is not shifted."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    return FluxPipeline(**_flux_components(guidance_embeds=False) | {"scheduler": scheduler})
+
+
 @image_to_image(
     "FluxKontextPipeline",
     guidance_scale=3.5,
@@ -33,7 +42,7 @@ def flux_kontext():
     return FluxKontextPipeline(**_flux_components())
 
 
-def _flux_components() -> dict:
+def _flux_components(guidance_embeds: bool = True) -> dict:
     from diffusers import FluxTransformer2DModel
 
     clip, t5 = clip_tokenizer(), t5_tokenizer()
@@ -47,7 +56,7 @@ def _flux_components() -> dict:
         "transformer": FluxTransformer2DModel(
             **_two_stream_config(),
             pooled_projection_dim=HIDDEN_SIZE,
-            guidance_embeds=True,
+            guidance_embeds=guidance_embeds,
         ),
     }
 

@@ -53,13 +53,16 @@ def qwen_image_edit():
     width=128,
 )
 def qwen_image_edit_plus():
-    """Takes several images, and shows them smaller to the text encoder."""
+    """Takes several images, and shows them smaller to the text encoder.
+
+    Its images' tokens are modulated as at time zero (the checkpoint of November 2025).
+    """
     from diffusers import QwenImageEditPlusPipeline
 
-    return _editor(QwenImageEditPlusPipeline)
+    return _editor(QwenImageEditPlusPipeline, zero_cond_t=True)
 
 
-def _editor(pipeline_class):
+def _editor(pipeline_class, **config):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     tokenizer = qwen2_tokenizer()
@@ -75,7 +78,7 @@ def _editor(pipeline_class):
         text_encoder=qwen25_vl(tokenizer),
         tokenizer=tokenizer,
         processor=processor,
-        transformer=_transformer(),
+        transformer=_transformer(**config),
     )
 
 
@@ -92,7 +95,7 @@ def _scheduler():
     )
 
 
-def _transformer():
+def _transformer(**config):
     """Takes the 4 latent channels of a 2 x 2 patch as one token of 16."""
     from diffusers import QwenImageTransformer2DModel
 
@@ -105,4 +108,5 @@ def _transformer():
         num_attention_heads=2,
         joint_attention_dim=HIDDEN_SIZE,
         axes_dims_rope=(8, 4, 4),
+        **config,
     )
