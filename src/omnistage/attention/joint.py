@@ -21,8 +21,8 @@ class JointAttentionProcessor(QwenDoubleStreamAttnProcessor2_0):
     """The library's processor with texts of any length in one batch and nothing masked.
 
     Tokens are joined as [image, text], so that the valid ones of a sample are a prefix; attention
-    runs on that prefix. `fused`: the norms' weights go into the operator, instead of the norms
-    being called. `image_rotary_emb` holds real numbers, see `RealFrequencies`.
+    runs on that prefix. `fused`: on CUDA the norms' weights go into the operator, instead of the
+    norms being called. `image_rotary_emb` holds real numbers, see `RealFrequencies`.
     """
 
     def __init__(self, *, fused: bool, backend: Any = None) -> None:
@@ -78,7 +78,7 @@ class JointAttentionProcessor(QwenDoubleStreamAttnProcessor2_0):
         weights: list[torch.Tensor] = []
         turns: list[torch.Tensor] = []
         eps = 0.0
-        if self.fused and frequencies is not None:
+        if self.fused and frequencies is not None and image.q.is_cuda:
             weights, turns = [getattr(attn, name).weight for name in NORMS], [*frequencies]
             eps = attn.norm_q.eps
         else:

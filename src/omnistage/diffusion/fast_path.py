@@ -1,6 +1,7 @@
 """What makes a family's denoiser fast on a GPU, put on at load and taken off at close.
 
-Nothing of it is on under `enforce_eager`, on a CPU, or for a pipeline without a family.
+Nothing of it is on under `enforce_eager` or for a pipeline without a family; on a CPU step mode
+decodes with another layout of its weights, and nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.runtime import LoadReporter
+from omnistage.diffusion.decoder_layout import channels_last
 from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings
 from omnistage.diffusion.family import StepFamily
 from omnistage.diffusion.imports import load_family
@@ -50,6 +52,8 @@ class FastPath:
             return
         self.family = load_family(self._options.step_family, pipeline)
         self._undo += self.family.install()
+        if not self._on_gpu:
+            self._undo.append(channels_last(pipeline))
         settings = DenoiserSettings(
             graphs=self._options.graph_max_tokens > 0,
             graph_max_tokens=max(1, self._options.graph_max_tokens),
@@ -71,7 +75,7 @@ class FastPath:
         for number, (height, width) in enumerate(sizes):
             started, before = time.monotonic(), self._denoiser.compilations()
             report(f"compiling for {width}x{height}", number / len(sizes))
-            warm_up(steps, height, width)
+            warm_up(steps, height, width, with_picture=self._options.image_input == "required")
             compiled = self._denoiser.compilations() - before
             seconds = time.monotonic() - started
             report(f"compiled {compiled} block variants in {seconds:.0f} s", number / len(sizes))
