@@ -82,9 +82,8 @@ def test_edits_in_a_batch_equal_diffusers(name):
 
 @pytest.mark.parametrize("name", EDITORS)
 def test_edited_pictures_equal_diffusers(name):
-    """The same latents make the same picture, up to the 4e-6 that the decoder alone varies from
-    run to run; latents `LIMIT` apart may make pictures further apart, for the tiny autoencoder of
-    five levels multiplies differences by up to 30."""
+    """The same latents make the same picture; those `LIMIT` apart may make pictures further apart,
+    for the tiny autoencoder of five levels multiplies differences by up to 30."""
     runtime, case = editing(name), "third"
     correct, states = runtime.family.post_decode, []
 
