@@ -56,10 +56,11 @@ def test_a_child_that_dies_before_it_reads_is_reported() -> None:
 
 
 @pytest.mark.parametrize(("users", "childs"), [(None, b"PASSIVE"), ("ACTIVE", b"ACTIVE")])
-def test_idle_threads_of_a_child_do_not_spin(
+def test_idle_threads_of_a_child_spin_for_a_moment_only(
     monkeypatch: pytest.MonkeyPatch, users: str | None, childs: bytes
 ) -> None:
     """Unless the user says otherwise."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if users is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", users)
@@ -68,6 +69,7 @@ def test_idle_threads_of_a_child_do_not_spin(
         child = start_child(CHILD, launch_of(padding=1), codes.put)
         environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
         assert b"OMP_WAIT_POLICY=" + childs in environment
+        assert (b"GOMP_SPINCOUNT=3000" in environment) == (users is None)
         assert codes.get(timeout=20) == 33
 
 
