@@ -83,11 +83,11 @@ class Loop:
                 self.wait(STALL_S)
 
     def turn(self) -> bool:
-        """One command; False when there is none now."""
-        self._take_late(block_s=None)
+        """Outputs that are there, and one command; False when there was neither."""
+        taken = self._take_late(block_s=None)
         command = self._scheduler.next_command()
         if command is None:
-            return False
+            return taken
         try:
             result = self._ours.runner.execute(command, self)
         except OmniError as error:

@@ -62,6 +62,11 @@ def projections_of(case: Case, device: str) -> tuple[Projections, Projections, P
     return image, text, preparation_of(case, device, random)
 
 
+def parts_of_one(stream: Projections) -> Projections:
+    """The same numbers as parts of one wide projection."""
+    return Projections(*torch.cat(stream, dim=-1).chunk(3, dim=-1))
+
+
 def valid(case: Case, text: Projections) -> Projections:
     return text.part(slice(0, case.batch), case.text_tokens)
 
@@ -90,6 +95,9 @@ def compare(case: Case, device: str) -> None:
     image, text, preparation = projections_of(case, device)
     text = valid(case, text)
     found = join_with_triton(image, text, preparation)
+    wide = (parts_of_one(image), valid(case, parts_of_one(text)))
+    for of_parts, of_own in zip(join_with_triton(*wide, preparation), found, strict=True):
+        assert torch.equal(of_parts, of_own), "rows that lie apart are read wrongly"
     equal = equal_share(case, device)
     assert_same_rounding(found, join_in_torch(image, text, preparation), equal=equal)
     swapped = preparation._replace(norm_weights=preparation.norm_weights[::-1])

@@ -147,23 +147,18 @@ def test_what_is_remembered_of_calls_is_bounded(cache, platform) -> None:
     for size in range(200):
         cache(ones(size))
     assert len(cache._uses) == 48
-    with platform.failing(RuntimeError("no")):
-        for size in range(200, 300):
-            use(cache, ones(size))
-    assert len(cache._uncaptured) == 48
 
 
-def test_a_failed_capture_is_told_once_and_the_call_runs_on(cache, work, platform, caplog) -> None:
+def test_a_failed_capture_ends_capturing_and_the_call_runs_on(cache, platform, caplog) -> None:
+    use(cache, ones(1))
     with platform.failing(RuntimeError("operation not permitted\nwhen capturing")):
         for size in (2, 3):
             assert torch.equal(use(cache, ones(size), 4), torch.full((size,), 2.0))
-    assert use(cache, ones(2)) is not None
-    assert cache.describe()["captures"] == 0
-    assert cache.describe()["uncaptured"] == {"RuntimeError: operation not permitted": 2}
-    assert cache.describe()["off"] is None
-    assert caplog.text.count("operation not permitted") == 1
-    use(cache, ones(5))
+    assert torch.equal(use(cache, ones(1)), torch.full((1,), 2.0))
     assert cache.describe()["captures"] == 1
+    assert cache.describe()["graphs"] == 0
+    assert "RuntimeError: operation not permitted" in cache.describe()["off"]
+    assert caplog.text.count("captured graphs are off") == 1
 
 
 def test_out_of_memory_frees_all_graphs_and_ends_capturing(cache, platform, caplog) -> None:
@@ -253,7 +248,7 @@ class TestOnTheDevice:
         assert cache.describe()["uncaptured"] == {}
 
     @torch.no_grad()
-    def test_what_cannot_be_captured_runs_on_and_later_captures_work(self) -> None:
+    def test_what_cannot_be_captured_runs_on_without_graphs(self) -> None:
         def waits(x: torch.Tensor) -> torch.Tensor:
             return x * float(x.sum()) if x.shape[0] == 2 else x * 2
 
@@ -261,19 +256,13 @@ class TestOnTheDevice:
         for size in (2, 2, 2, 2, 3, 3, 3, 3):
             x = torch.ones(size, device="cuda")
             assert torch.equal(cache({"x": x}), waits(x))
-        assert cache.describe()["captures"] == 1
-        (reason,) = cache.describe()["uncaptured"]
+        reason = cache.describe()["off"]
         assert "captur" in reason
         assert "previous error" not in reason
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
-        platform_of("cuda:0").empty_cache("cuda:0")
-        side = torch.cuda.Stream()
         before = torch.cuda.memory_allocated()
         block = torch.ones(10_000_000, device="cuda")
-        block.record_stream(side)
         del block
-        torch.cuda.synchronize()
-        torch.ones(1, device="cuda")
         assert torch.cuda.memory_allocated() - before < 10_000_000
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 
 from omnistage.attention.joint_math import Projections, rotate
 from omnistage.attention.joint_op import KERNEL_HEAD_SIZES, joint_attention
+from omnistage.attention.joint_projections import FUSED, FusedProjections
 from omnistage.contracts.errors import UnsupportedCombinationError
 
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -59,9 +60,8 @@ class JointAttentionProcessor(QwenDoubleStreamAttnProcessor2_0):
             )
         if encoder_hidden_states is None:
             raise ValueError("joint attention needs encoder_hidden_states, the text stream")
-        image = Projections(*(f(hidden_states) for f in (attn.to_q, attn.to_k, attn.to_v)))
-        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text = Projections(*(f(encoder_hidden_states) for f in added))
+        image = _projections(attn, "to_qkv", hidden_states)
+        text = _projections(attn, "to_added_qkv", encoder_hidden_states)
         attended = self._attend(attn, image, text, image_rotary_emb, text_lengths)
         return _projected_out(attn, *attended)
 
@@ -88,6 +88,13 @@ class JointAttentionProcessor(QwenDoubleStreamAttnProcessor2_0):
             text = _prepared(text, head_dim, norms[2], norms[3], of_text)
         streams = [*image], [*text]
         return joint_attention(*streams, weights, turns, text_lengths, head_dim, eps, backend)
+
+
+def _projections(attn: Any, fused_name: str, x: torch.Tensor) -> Projections:
+    fused = getattr(attn, fused_name, None)
+    if fused is not None:
+        return Projections(*fused(x).chunk(3, dim=-1))
+    return Projections(*(getattr(attn, name)(x) for name in FUSED[fused_name]))
 
 
 def _prepared(
@@ -164,10 +171,12 @@ def _is_plain(norm: Any) -> bool:
     return not hooked
 
 
-def install_joint_attention(transformer: Any) -> Callable[[], None]:
+def install_joint_attention(transformer: Any, *, fuse: bool = True) -> Callable[[], None]:
     """Give a `QwenImageTransformer2DModel` this attention; returns what restores it exactly.
 
-    Afterwards `attention_kwargs={"text_lengths": ...}` may be passed to the transformer. Raises
+    `fuse`: q, k and v of a stream come from one product, and on CUDA one kernel does their norms,
+    rotation and joining; both only where nothing hangs on the layers. Afterwards
+    `attention_kwargs={"text_lengths": ...}` may be passed to the transformer. Raises
     `UnsupportedCombinationError` for a transformer with other processors or context parallelism.
     """
     before = dict(transformer.attn_processors)
@@ -182,12 +191,15 @@ def install_joint_attention(transformer: Any) -> Callable[[], None]:
             "joint attention does not support context parallelism; use one of them"
         )
     backend = next(iter(before.values()))._attention_backend
-    fused = all(can_fuse(block.attn) for block in transformer.transformer_blocks)
+    attentions = [block.attn for block in transformer.transformer_blocks]
+    fused = fuse and all(map(can_fuse, attentions))
+    projections = FusedProjections(attentions if fuse else ())
     transformer.set_attn_processor(JointAttentionProcessor(fused=fused, backend=backend))
     hook = transformer.pos_embed.register_forward_hook(RealFrequencies(), with_kwargs=True)
 
     def undo() -> None:
         hook.remove()
         transformer.set_attn_processor(dict(before))
+        projections.undo()
 
     return undo

@@ -115,9 +115,9 @@ def joint_attention(
     `backend`: a name of `diffusers`' attention backends, or "" for its default.
     Returns (image, text) in the shapes of the inputs, contiguous; text rows of padding are zeros.
     """
-    streams = Projections(*map(_contiguous, image)), Projections(*map(_contiguous, text))
+    streams = Projections(*map(_with_dense_rows, image)), Projections(*map(_with_dense_rows, text))
     preparation = Preparation(head_dim, eps, norm_weights, frequencies)
-    outputs = torch.empty_like(streams[0].q), torch.empty_like(streams[1].q)
+    outputs = image[0].new_empty(image[0].shape), text[0].new_empty(text[0].shape)
     batch, image_tokens = image[0].shape[:2]
     jobs = [
         Job(
@@ -130,8 +130,9 @@ def joint_attention(
     return outputs
 
 
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous()
+def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """A projection may be a part of a wider one: its rows are apart then."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @joint_attention.register_fake

@@ -51,10 +51,11 @@ def _rotated(x, cosine, sine, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 @triton.jit
 def _move(
     q, k, v, norm_q, norm_k, frequencies, joint_q, joint_k, joint_v,
-    first_row, rows, source, target, width, eps,
+    first_row, rows, source, row_stride, target, width, eps,
     ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """`source` and `target`: offsets of the stream's first row in a projection and in a buffer."""
+    """`source` and `target`: offsets of the stream's first row in a projection, whose rows are
+    `row_stride` apart, and in a buffer, where they are `width` apart."""
     row = first_row + tl.arange(0, ROWS)
     column = tl.arange(0, HEAD_DIM)
     inside = (row < rows)[:, None]
@@ -63,17 +64,19 @@ def _move(
     weight_q = tl.load(norm_q + column)
     weight_k = tl.load(norm_k + column)
     first_column = tl.program_id(1) * HEADS * HEAD_DIM
-    offset = row.to(tl.int64)[:, None] * width + (first_column + column)[None, :]
+    taken = row.to(tl.int64)[:, None] * row_stride + (first_column + column)[None, :]
+    put = row.to(tl.int64)[:, None] * width + (first_column + column)[None, :]
     for _ in tl.static_range(HEADS):
-        of_q = tl.load(q + source + offset, inside, other=0.0)
-        of_k = tl.load(k + source + offset, inside, other=0.0)
-        of_v = tl.load(v + source + offset, inside, other=0.0)
-        tl.store(joint_v + target + offset, of_v, inside)
+        of_q = tl.load(q + source + taken, inside, other=0.0)
+        of_k = tl.load(k + source + taken, inside, other=0.0)
+        of_v = tl.load(v + source + taken, inside, other=0.0)
+        tl.store(joint_v + target + put, of_v, inside)
         of_q = _rotated(_normalized(of_q, weight_q, eps, HEAD_DIM), cosine, sine, ROWS, HEAD_DIM)
         of_k = _rotated(_normalized(of_k, weight_k, eps, HEAD_DIM), cosine, sine, ROWS, HEAD_DIM)
-        tl.store(joint_q + target + offset, of_q.to(joint_q.dtype.element_ty), inside)
-        tl.store(joint_k + target + offset, of_k.to(joint_k.dtype.element_ty), inside)
-        offset += HEAD_DIM
+        tl.store(joint_q + target + put, of_q.to(joint_q.dtype.element_ty), inside)
+        tl.store(joint_k + target + put, of_k.to(joint_k.dtype.element_ty), inside)
+        taken += HEAD_DIM
+        put += HEAD_DIM
 
 
 @triton.jit(do_not_specialize=["image_rows", "text_rows"])
@@ -81,7 +84,7 @@ def _join(
     image_q, image_k, image_v, text_q, text_k, text_v,
     norm_q, norm_k, norm_added_q, norm_added_k, image_turns, text_turns,
     joint_q, joint_k, joint_v,
-    image_rows, text_rows, image_stride, text_stride, width, eps,
+    image_rows, text_rows, image_stride, image_row_stride, text_stride, text_row_stride, width, eps,
     ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows (image, then text), groups of heads, samples."""
@@ -92,14 +95,14 @@ def _join(
     if tile < image_tiles:
         _move(
             image_q, image_k, image_v, norm_q, norm_k, image_turns, joint_q, joint_k, joint_v,
-            tile * ROWS, image_rows, sample * image_stride, target, width, eps,
+            tile * ROWS, image_rows, sample * image_stride, image_row_stride, target, width, eps,
             ROWS, HEADS, HEAD_DIM,
         )  # fmt: skip
     else:
         _move(
             text_q, text_k, text_v, norm_added_q, norm_added_k, text_turns,
             joint_q, joint_k, joint_v,
-            (tile - image_tiles) * ROWS, text_rows, sample * text_stride,
+            (tile - image_tiles) * ROWS, text_rows, sample * text_stride, text_row_stride,
             target + image_rows.to(tl.int64) * width, width, eps,
             ROWS, HEADS, HEAD_DIM,
         )  # fmt: skip
@@ -116,8 +119,8 @@ def join_with_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `join_in_torch`, which it equals up to the last bit of a rounding.
 
-    Projections of one dtype (bfloat16, float16 or float32) on one device, rows contiguous, a
-    stream's q, k and v with equal strides between samples. Raises `ValueError` for norm weights of
+    Projections of one dtype (bfloat16, float16 or float32) on one device, rows dense, a
+    stream's q, k and v with equal strides. Raises `ValueError` for norm weights of
     another dtype or device.
     """
     _check(image.q, preparation)
@@ -130,7 +133,7 @@ def join_with_triton(
     tiles = triton.cdiv(image_rows, tile.rows) + triton.cdiv(text_rows, tile.rows)
     _join[(tiles, heads // tile.heads, batch)](
         *image, *text, *preparation.norm_weights, *preparation.frequencies, *joint,
-        image_rows, text_rows, image.q.stride(0), text.q.stride(0), width, preparation.eps,
+        image_rows, text_rows, *image.q.stride()[:2], *text.q.stride()[:2], width, preparation.eps,
         tile.rows, tile.heads, head_dim, num_warps=tile.warps,
     )  # fmt: skip
     q, k, v = joint

@@ -116,8 +116,9 @@ class StepFamily(ABC):
 
     # what a family says ------------------------------------------------------------------------
 
-    def install(self) -> list[Callable[[], None]]:
-        """Change the denoiser where batches need it; returns what undoes it, last change last."""
+    def install(self, *, fuse: bool) -> list[Callable[[], None]]:
+        """Change the denoiser where batches need it, and where `fuse` allows for speed; returns
+        what undoes it, last change last."""
         return []
 
     @abstractmethod

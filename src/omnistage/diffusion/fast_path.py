@@ -51,7 +51,7 @@ class FastPath:
         if self._options.step_family is None or not (self._steps or fast):
             return
         self.family = load_family(self._options.step_family, pipeline)
-        self._undo += self.family.install()
+        self._undo += self.family.install(fuse=fast)
         if not self._on_gpu:
             self._undo.append(channels_last(pipeline))
         settings = DenoiserSettings(

@@ -114,7 +114,7 @@ class GraphCache:
         except torch.OutOfMemoryError as error:
             self._turn_off(f"out of memory while capturing: {_first_line(error)}")
         except RuntimeError as error:
-            self._leave_uncaptured(key, _first_line(error))
+            self._turn_off(f"a capture failed: {_first_line(error)}")
         return None
 
     def _capture(

@@ -30,7 +30,12 @@ INVALID_NUMBERS = (
 
 
 class PictureOutput:
-    """`asynchronous`: decoding and copies run on a stream of their own, beside the next steps."""
+    """`asynchronous`: decoding and copies run on a stream of their own, beside the next steps.
+
+    What that stream reads is kept until it is through, by whoever waits for the output, instead
+    of by `record_stream`: torch gives recorded memory back late, and never while it believes that
+    a graph is being captured.
+    """
 
     def __init__(self, platform: Platform, device: str) -> None:
         self._platform = platform
@@ -38,6 +43,7 @@ class PictureOutput:
         self.asynchronous = device.partition(":")[0] != "cpu"
         self._side = platform.stream(device) if self.asynchronous else None
         self._steps: deque[Any] = deque()
+        self._inputs: tuple[torch.Tensor, ...] = ()
 
     def wait_for_device(self) -> None:
         """Wait until at most one step is under way on the device: one more keeps it busy, many
@@ -57,8 +63,7 @@ class PictureOutput:
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(self._platform.current_stream(self._device))
-        for tensor in inputs:
-            tensor.record_stream(self._side)  # type: ignore[arg-type]
+        self._inputs = inputs
         return self._platform.stream_scope(self._side)
 
     def send(
@@ -90,8 +95,9 @@ class PictureOutput:
             return finish(images, finite)
         on_host, flag, ready = self._start_copy(images, finite)
 
-        def work() -> StageData:
+        def work(reads: tuple[torch.Tensor, ...] = self._inputs) -> StageData:
             ready.synchronize()
+            del reads
             return finish(on_host, flag)
 
         context.finish_later(identity, work)
@@ -101,6 +107,7 @@ class PictureOutput:
         if self.asynchronous:
             self._platform.synchronize(self._device)
         self._steps.clear()
+        self._inputs = ()
 
     def _start_copy(
         self, images: torch.Tensor, finite: torch.Tensor

@@ -62,6 +62,11 @@ def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
                 param="request_batch_max_wait_ms",
             )
         return
+    if options.warmup_sizes:
+        raise UnsupportedCombinationError(
+            "warmup_sizes has no effect in request mode; set step_execution or leave it out",
+            param="options",
+        )
     if stage.max_num_seqs > 1 and not options.supports_request_batch:
         raise UnsupportedCombinationError(
             f"max_num_seqs={stage.max_num_seqs}: the pipeline of {model} does not declare "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 from omnistage.platforms.attention_probe import usable_attention_kernels
@@ -21,6 +21,8 @@ BFLOAT16_FROM = (8, 0)
 FLOAT8_FROM = (8, 9)
 
 _ABANDONED_GRAPHS: list[Any] = []
+"""After a capture that CUDA refuses to end, torch's allocator goes on recording for the capturing
+stream, with a pointer to the graph: use neither that stream nor that pool again."""
 
 
 class CudaPlatform(Platform):
@@ -105,7 +107,7 @@ class CudaPlatform(Platform):
                         failure = error
                         raise
             except BaseException as error:
-                _abandon(graph, device, pool)
+                _ABANDONED_GRAPHS.append(graph)
                 raise (failure or error) from None
         current.wait_stream(stream)
         return graph, result
@@ -149,18 +151,6 @@ class CudaPlatform(Platform):
             bfloat16=capability >= BFLOAT16_FROM,
             float8=capability >= FLOAT8_FROM,
         )
-
-
-def _abandon(graph: Any, device: str, pool: Any) -> None:
-    """After a capture that CUDA refuses to end, torch leaves its allocator recording (and, with it,
-    a pointer to the graph): `CUDAGraph::capture_end` returns before it tells the allocator."""
-    import torch
-
-    _ABANDONED_GRAPHS.append(graph)
-    index = torch.device(device).index or 0
-    # It refuses where the capture did end, because only the work had failed.
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, pool)
 
 
 def _info(device: DriverDevice) -> DeviceInfo:

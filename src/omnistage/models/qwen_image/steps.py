@@ -18,10 +18,10 @@ class QwenImageSteps(FlowFamily):
 
     accepted = frozenset({"true_cfg_scale", "guidance_scale"})
 
-    def install(self) -> list[Callable[[], None]]:
+    def install(self, *, fuse: bool) -> list[Callable[[], None]]:
         from omnistage.attention.joint import install_joint_attention
 
-        return [install_joint_attention(self.module)]
+        return [install_joint_attention(self.module, fuse=fuse)]
 
     def check_call(self, given: Mapping[str, Any]) -> None:
         super().check_call(given)
