@@ -73,6 +73,26 @@ BEFORE_LOADING: dict[str, tuple[Prepare, str]] = {
     "impossible": (serving("--process", "inline", "--num-replicas", "2"), "cannot have 2 replicas"),
     "unknown key": (deploy_file("max_num_seq: 1"), "did you mean 'max_num_seqs'?"),
     "bad yaml": (deploy_file("a: [1"), "not valid YAML"),
+    "tensor parallelism": (
+        serving("--device", "cpu", "--tensor-parallel-size", "2"),
+        "--tensor-parallel-size 2 is not there yet; allowed: 1",
+    ),
+    "ranks": (
+        serving("--device", "cpu", "--rank-parallel-size", "2"),
+        "a diffusion stage of 2 ranks is not there yet",
+    ),
+    "a batch that nothing joins": (
+        serving("--request-batch-max-wait-ms", "20"),
+        "request_batch_max_wait_ms=20 has no effect with max_num_seqs=1",
+    ),
+    "a wait for a batch that requests join at any time": (
+        serving("--step-execution", "--request-batch-max-wait-ms", "20"),
+        "request_batch_max_wait_ms=20 has no effect in step mode",
+    ),
+    "a wait that nobody may plan either": (
+        lambda folder: ["plan", tiny(), "--request-batch-max-wait-ms", "20"],
+        "request_batch_max_wait_ms=20 has no effect with max_num_seqs=1",
+    ),
     "bad port": (serving("--port", "99999"), "port 99999 does not exist"),
     "bad host": (serving("--host", "256.0.0.1"), "no address"),
     "bad media folder": (serving("--allowed-local-media-path", "/none"), "/none is no directory"),
@@ -104,22 +124,6 @@ WHILE_LOADING: dict[str, tuple[Prepare, str]] = {
     "missing tensor": (damaged(broken.missing_tensor), "transformer"),
     "missing component": (damaged(broken.missing_component_folder), "'transformer'"),
     "missing package": (missing_package, "pip install onnxruntime"),
-    "tensor parallelism": (
-        serving("--device", "cpu", "--tensor-parallel-size", "2"),
-        "--tensor-parallel-size 2 is not there yet; allowed: 1",
-    ),
-    "ranks": (
-        serving("--device", "cpu", "--rank-parallel-size", "2"),
-        "a diffusion stage of 2 ranks is not there yet",
-    ),
-    "a batch that nothing joins": (
-        serving("--request-batch-max-wait-ms", "20"),
-        "request_batch_max_wait_ms=20 has no effect with max_num_seqs=1",
-    ),
-    "a wait for a batch that requests join at any time": (
-        serving("--step-execution", "--request-batch-max-wait-ms", "20"),
-        "request_batch_max_wait_ms=20 has no effect in step mode",
-    ),
     "offload that is not there": (serving("--offload", "model"), "offload 'model' is not there"),
 }
 

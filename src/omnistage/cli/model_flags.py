@@ -16,6 +16,7 @@ from omnistage.config.schema import (
     Count,
     Gibibytes,
     Key,
+    Milliseconds,
     NonNegative,
     Seconds,
 )
@@ -26,6 +27,7 @@ _METAVARS: dict[Any, str] = {
     Count: "N",
     NonNegative: "N",
     Seconds: "SECONDS",
+    Milliseconds: "MILLISECONDS",
     Gibibytes | None: "GIB",
     dict: "JSON",
     dict[str, Any]: "JSON",
@@ -71,12 +73,20 @@ def add_model_flags(parser: CommandParser, *, model_optional: bool = False) -> N
 
 
 def resolve(args: argparse.Namespace, *extra: tuple[str, str]) -> OmniConfig:
-    """The configuration that the flags ask for. `extra` are further overrides by name."""
-    from omnistage.engine.configure import configure
+    """The configuration that the flags ask for. `extra` are further overrides by name.
 
-    return configure(
+    Raises also what a stage's runtime refuses before it loads: `plan` says what `serve` would, and
+    nobody waits for processes to hear it.
+    """
+    from omnistage.engine.configure import configure
+    from omnistage.stages.imports import load_object
+
+    config = configure(
         args.model, deploy_config=args.deploy_config, overrides=overrides(args, *extra)
     )
+    for stage in config.stages:
+        load_object(stage.stage.runtime).scheduler(stage)
+    return config
 
 
 def overrides(args: argparse.Namespace, *extra: tuple[str, str]) -> Overrides:
