@@ -34,10 +34,10 @@ def original() -> Any:
     return transformer()
 
 
-@pytest.fixture(scope="module")
-def ours() -> Any:
+@pytest.fixture(scope="module", params=[True, False], ids=["fused", "apart"])
+def ours(request: pytest.FixtureRequest) -> Any:
     model = transformer()
-    install_joint_attention(model)
+    install_joint_attention(model, fuse=request.param)
     return model
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from diffusers.models.normalization import RMSNorm
-from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    apply_rotary_emb_qwen,
+)
 
 from omnistage.attention.joint_math import Projections, rotate
 from omnistage.attention.joint_op import KERNEL_HEAD_SIZES, joint_attention
@@ -23,7 +26,8 @@ class JointAttentionProcessor(QwenDoubleStreamAttnProcessor2_0):
 
     Tokens are joined as [image, text], so that the valid ones of a sample are a prefix; attention
     runs on that prefix. `fused`: on CUDA the norms' weights go into the operator, instead of the
-    norms being called. `image_rotary_emb` holds real numbers, see `RealFrequencies`.
+    norms being called. `image_rotary_emb` holds real numbers (see `RealFrequencies`) or the
+    library's complex ones.
     """
 
     def __init__(self, *, fused: bool, backend: Any = None) -> None:
@@ -104,9 +108,16 @@ def _prepared(
     for x, norm in ((stream.q, norm_q), (stream.k, norm_k)):
         heads = x.unflatten(-1, (-1, head_dim))
         heads = heads if norm is None else norm(heads)
-        heads = heads if turns is None else rotate(heads, turns)
+        heads = heads if turns is None else _rotated(heads, turns)
         prepared.append(heads.flatten(-2))
     return Projections(prepared[0], prepared[1], stream.v)
+
+
+def _rotated(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    if turns.is_complex():
+        rotated: torch.Tensor = apply_rotary_emb_qwen(heads, turns, use_real=False)
+        return rotated
+    return rotate(heads, turns)
 
 
 def _projected_out(
@@ -120,7 +131,10 @@ def _projected_out(
 def _as_complex(
     frequencies: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, ...] | None:
-    return frequencies and tuple(map(torch.view_as_complex, frequencies))
+    """As the library's own attention wants them."""
+    if frequencies is None or frequencies[0].is_complex():
+        return frequencies
+    return tuple(map(torch.view_as_complex, frequencies))
 
 
 class RealFrequencies:
@@ -174,8 +188,9 @@ def _is_plain(norm: Any) -> bool:
 def install_joint_attention(transformer: Any, *, fuse: bool = True) -> Callable[[], None]:
     """Give a `QwenImageTransformer2DModel` this attention; returns what restores it exactly.
 
-    `fuse`: q, k and v of a stream come from one product, and on CUDA one kernel does their norms,
-    rotation and joining; both only where nothing hangs on the layers. Afterwards
+    `fuse`: q, k and v of a stream come from one product, rotation is in real numbers, which can be
+    compiled, and on CUDA one kernel does norms, rotation and joining; products and norms only where
+    nothing hangs on the layers. Afterwards
     `attention_kwargs={"text_lengths": ...}` may be passed to the transformer. Raises
     `UnsupportedCombinationError` for a transformer with other processors or context parallelism.
     """
@@ -195,10 +210,14 @@ def install_joint_attention(transformer: Any, *, fuse: bool = True) -> Callable[
     fused = fuse and all(map(can_fuse, attentions))
     projections = FusedProjections(attentions if fuse else ())
     transformer.set_attn_processor(JointAttentionProcessor(fused=fused, backend=backend))
-    hook = transformer.pos_embed.register_forward_hook(RealFrequencies(), with_kwargs=True)
+    hooks = []
+    if fuse:  # The library's complex numbers are faster where nothing is compiled.
+        register = transformer.pos_embed.register_forward_hook
+        hooks.append(register(RealFrequencies(), with_kwargs=True))
 
     def undo() -> None:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         transformer.set_attn_processor(dict(before))
         projections.undo()
 
