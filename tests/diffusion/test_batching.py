@@ -98,7 +98,7 @@ def test_who_shares_with_nobody_does_not_share_with_its_like(changes):
         ({"prompt": "x", "seed": 3, "num_inference_steps": 2, "guidance_scale": 2.0}, True),
         ({"negative_prompt": "bad"}, True),
         ({"width": 64}, False),
-        ({"num_outputs_per_prompt": 2}, False),
+        ({"num_outputs_per_prompt": 2}, True),
         ({"images": (PICTURE,)}, False),
     ],
 )

@@ -24,10 +24,12 @@ class Phase(Enum):
 @dataclass(slots=True)
 class ActiveRequest:
     """`batch_key` and `cost` (numbers that one of its steps computes) are the executor's answer to
-    its encoding; `alone` after a batch with it has failed; `previews` the numbers of steps after
-    which one is due; `num_in_flight` outputs that the executor is still finishing."""
+    its encoding; `work_before` what the device had computed, in the same unit, when it was
+    admitted; `alone` after a batch with it has failed; `previews` the numbers of steps after which
+    one is due; `num_in_flight` outputs that the executor is still finishing."""
 
     entry: QueuedRequest
+    work_before: int = 0
     phase: Phase = Phase.ENCODE
     batch_key: Hashable = None
     cost: int = 1
@@ -45,6 +47,11 @@ class ActiveRequest:
     @property
     def order(self) -> tuple[int, int]:
         return self.entry.order
+
+    @property
+    def work(self) -> int:
+        """What all its steps compute."""
+        return self.total_steps * self.cost
 
     def can_emit(self, outputs: int) -> bool:
         """Whether its credits allow so many more than those that are on their way."""

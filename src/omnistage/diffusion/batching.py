@@ -13,7 +13,7 @@ from omnistage.contracts.payloads import StageData
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 
 _INDIVIDUAL = ("seed", "partial_images")
-_SHAPE = ("height", "width", "num_frames", "num_outputs_per_prompt")
+_SHAPE = ("height", "width", "num_frames")
 
 
 class Unshared:
@@ -63,7 +63,8 @@ def call_key(params: OmniDiffusionSamplingParams, data: StageData) -> Hashable:
 
 def shape_key(params: OmniDiffusionSamplingParams, data: StageData) -> Hashable:
     """Equal for requests that can be expected to share denoising steps: what they make has one
-    size, and so have the pictures they bring. Steps, guidance, prompts and seeds may differ."""
+    size, and so have the pictures they bring. Steps, guidance, prompts, seeds and the number of
+    outputs may differ."""
     pictures = tuple((name, tuple(value.shape)) for name, value in sorted(data.tensors.items()))
     return (*(getattr(params, name) for name in _SHAPE), pictures)
 

@@ -6,7 +6,6 @@ previews and decoding are commands of their own, each for as many requests as ar
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,9 +25,9 @@ from omnistage.diffusion.active import (
 )
 from omnistage.diffusion.batch_limits import BatchLimits
 from omnistage.diffusion.batching import pack, unpack
-from omnistage.diffusion.fair_share import FairShare
 from omnistage.diffusion.queue import QueuedRequest, WaitingQueue
 from omnistage.diffusion.request_scheduler import final_emission, is_retried
+from omnistage.diffusion.turns import turn
 
 
 @dataclass(slots=True)
@@ -36,9 +35,9 @@ class StepScheduler:
     """At most `max_num_seqs` requests denoise at a time, of at most `max_shapes` different shapes.
     One that waits for its reader to take a preview before it may end holds no place.
 
-    Shapes take turns such that their requests get equal shares of the device. When no more shapes
-    fit, admission looks past a request of another shape, at most `max_overtakes` times; then it
-    waits until that one is in. After a batch ran out of memory, batches of that shape stay below
+    Shapes take turns (`turn`): first come, first served, but small requests slip in. When no more
+    shapes fit, admission looks past a request of another shape, at most `max_overtakes` times; then
+    it waits until that one is in. After a batch ran out of memory, batches of that shape stay below
     its size while it is here; after any other failure each of its members runs alone once.
     """
 
@@ -47,7 +46,7 @@ class StepScheduler:
     max_shapes: int = 4
     max_overtakes: int = 16
     _active: dict[RequestKey, ActiveRequest] = field(default_factory=dict)
-    _share: FairShare = field(default_factory=FairShare)
+    _work_done: int = 0
     _limits: BatchLimits = field(init=False)
     _just_encoded: bool = False
 
@@ -111,7 +110,7 @@ class StepScheduler:
             return
         shapes = {one.entry.batch_key for one in holding}
         for entry in self.queue.take(self._admissible(places, shapes)):
-            self._active[entry.key] = ActiveRequest(entry)
+            self._active[entry.key] = ActiveRequest(entry, work_before=self._work_done)
 
     def _admissible(self, places: int, shapes: set[Hashable]) -> list[QueuedRequest]:
         """The first that fit. Those who come after one that does not fit overtake it: they are no
@@ -130,18 +129,11 @@ class StepScheduler:
         return chosen
 
     def _wave(self, name: str, due: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-        """The members of one command: of one shape, those that came first."""
-        groups: dict[Hashable, list[ActiveRequest]] = defaultdict(list)
-        for one in sorted(due, key=lambda one: one.order):
-            groups[one.batch_key].append(one)
-        key = next(iter(groups))
-        if name == STEP:
-            sizes = {key: len(group) for key, group in groups.items()}
-            key = self._share.next(sizes, tie=lambda key: groups[key][0].order)
-        group = groups[key]
+        """The members of one command: of one shape, the most urgent or those that came first."""
+        group = turn(due) if name == STEP else _of_first_shape(due)
         if lone := [one for one in group if one.alone]:
             return lone[:1]
-        return group[: self._limits.of(name, key)]
+        return group[: self._limits.of(name, group[0].batch_key)]
 
     # digesting --------------------------------------------------------------------------------
 
@@ -185,12 +177,8 @@ class StepScheduler:
         return ()
 
     def _stepped(self, moved: Sequence[tuple[ActiveRequest, int]]) -> None:
-        if moved:
-            sizes = Counter(
-                one.batch_key for one in self._active.values() if one.phase is Phase.DENOISE
-            )
-            self._share.charge(moved[0][0].batch_key, sum(one.cost for one, _ in moved), sizes)
         for one, step in moved:
+            self._work_done += one.cost
             one.moved_to(step)
 
     def _digest(
@@ -220,6 +208,11 @@ class StepScheduler:
     def _end(self, one: ActiveRequest, error: OmniError) -> Emission:
         del self._active[one.key]
         return Emission(identity=one.entry.identity, error=error, final=True)
+
+
+def _of_first_shape(due: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+    ranked = sorted(due, key=lambda one: one.order)
+    return [one for one in ranked if one.batch_key == ranked[0].batch_key]
 
 
 def _command(name: str, wave: Sequence[ActiveRequest]) -> Command:
