@@ -54,6 +54,15 @@ def test_eager_is_the_module_to_the_bit(name: str, settings: dict[str, Any]) -> 
     found.close()
 
 
+def test_each_compilation_is_told_before_it_begins() -> None:
+    found, done = denoiser(denoisers.make(denoisers.QWEN), backend="eager"), []
+    found.on_compile = lambda: done.append(found.compilations())
+    for _ in range(2):
+        found(**denoisers.call(denoisers.QWEN))
+    assert done == list(range(found.compilations()))
+    assert done
+
+
 @pytest.mark.invariant("DIFF-RUNTIME-INV-030")
 @pytest.mark.parametrize("name", denoisers.ALL)
 def test_compiled_equals_the_module_and_close_restores_it(name: str) -> None:

@@ -54,12 +54,15 @@ class CompiledBlocks:
         coordinate_descent: bool = False,
         static_shapes: int = 0,
         backend: str | Callable[..., Any] = "inductor",
+        on_compile: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_compile` is called before each variant is compiled."""
         self._module = module
         self._blocks = repeated_blocks(module)
         self._options = {"coordinate_descent_tuning": True} if coordinate_descent else {}
         self._static_shapes = static_shapes
         self._backend = backend
+        self._on_compile = on_compile
         self._static_keys: set[Hashable] = set()
         self._classes: dict[type[nn.Module], _CompiledClass] = {}
         self._replaced: list[tuple[nn.Module, Any, Any]] = []
@@ -82,7 +85,10 @@ class CompiledBlocks:
         for block in self._blocks:
             cls = type(block)
             if cls not in self._classes:
-                self._classes[cls] = _CompiledClass(cls, self._backend, self._options)
+                counter = _CountingBackend(
+                    cls.__name__, self._backend, self._options, self._on_compile
+                )
+                self._classes[cls] = _CompiledClass(cls, counter)
             self._replace_forward(block, functools.partial(self._classes[cls], block))
         self._replace_forward(self._module, _scoped_forward(self._module))
 
@@ -157,9 +163,14 @@ class _CountingBackend:
     """A backend of `torch.compile` that counts what it compiles."""
 
     def __init__(
-        self, name: str, backend: str | Callable[..., Any], options: dict[str, Any]
+        self,
+        name: str,
+        backend: str | Callable[..., Any],
+        options: dict[str, Any],
+        on_compile: Callable[[], None],
     ) -> None:
         self.__name__ = f"counted_{name}"
+        self._on_compile = on_compile
         self._name = name
         self._compile = torch._dynamo.lookup_backend(backend)
         self._arguments = {"config_patches": options} if options else {}
@@ -167,6 +178,7 @@ class _CountingBackend:
         self.seconds = 0.0
 
     def __call__(self, graph_module: Any, example_inputs: Any) -> Any:
+        self._on_compile()
         started_s = time.perf_counter()
         compiled = self._compile(graph_module, example_inputs, **self._arguments)
         self.seconds += time.perf_counter() - started_s
@@ -183,10 +195,8 @@ class _CountingBackend:
 class _CompiledClass:
     """`forward` of one class of blocks, for one shape and for any."""
 
-    def __init__(
-        self, cls: type[nn.Module], backend: str | Callable[..., Any], options: dict[str, Any]
-    ) -> None:
-        self.counter = _CountingBackend(cls.__name__, backend, options)
+    def __init__(self, cls: type[nn.Module], counter: _CountingBackend) -> None:
+        self.counter = counter
         self.static = False
         self._fixed = _compiled(cls.forward, self.counter, dynamic=False)
         self._any = _compiled(cls.forward, self.counter, dynamic=True)

@@ -51,6 +51,8 @@ class Denoiser:
 
     `eager` (a stage's `enforce_eager`) leaves the module as it is, and so does a device of a kind
     without captured graphs (all but CUDA), unless `settings.backend` names a compiler for it.
+
+    `on_compile` is called before anything is compiled, for who watches how long a step takes.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Denoiser:
         self._fused: FusedLayers | None = None
         self._blocks: CompiledBlocks | None = None
         self._graphs: GraphCache | None = None
+        self.on_compile: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Fuse, compile and prepare for graphs, as set. Nothing is compiled before the first call.
@@ -154,6 +157,7 @@ class Denoiser:
                 coordinate_descent=settings.coordinate_descent,
                 static_shapes=settings.static_shapes,
                 backend=settings.backend or "inductor",
+                on_compile=lambda: self.on_compile(),
             )
             self._blocks.install()
         if settings.graphs:

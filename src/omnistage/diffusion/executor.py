@@ -103,6 +103,8 @@ class DiffusionExecutor:
 
     def execute(self, command: Command, context: ExecutionContext) -> StageData:
         """What the commands' results hold is said by their runners."""
+        if self._fast_path is not None:
+            self._fast_path.follow(context)
         if self._steps is not None and self._steps.knows(command):
             return self._guarded(lambda: self._loaded(self._steps).execute(command, context))
         if command.name == GENERATE:

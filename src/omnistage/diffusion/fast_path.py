@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from omnistage.contracts.runtime import LoadReporter
+from omnistage.contracts.runtime import ExecutionContext, LoadReporter
 from omnistage.diffusion.decoder_layout import channels_last
 from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings
 from omnistage.diffusion.family import StepFamily
@@ -79,6 +79,12 @@ class FastPath:
             compiled = self._denoiser.compilations() - before
             seconds = time.monotonic() - started
             report(f"compiled {compiled} block variants in {seconds:.0f} s", number / len(sizes))
+
+    def follow(self, context: ExecutionContext) -> None:
+        """What a command of `context` has to compile is no step that hangs: it has the limit of
+        operation "compile", for the rest of the command or until the next step of a pipeline."""
+        if self._denoiser is not None:
+            self._denoiser.on_compile = lambda: context.operation("compile")
 
     def describe(self) -> dict[str, Any]:
         return {"eager": True} if self._denoiser is None else self._denoiser.describe()

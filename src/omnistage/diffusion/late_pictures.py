@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import InternalError
@@ -34,7 +35,7 @@ class PictureOutput:
 
     What that stream reads is kept until it is through, by whoever waits for the output, instead
     of by `record_stream`: torch gives recorded memory back late, and never while it believes that
-    a graph is being captured.
+    a graph is being captured. Of outputs that were all withdrawn nobody sees what was read.
     """
 
     def __init__(self, platform: Platform, device: str) -> None:
@@ -58,13 +59,19 @@ class PictureOutput:
             event.record()
             self._steps.append(event)
 
-    def beside(self, *inputs: torch.Tensor) -> AbstractContextManager[Any]:
+    @contextmanager
+    def beside(self, *inputs: torch.Tensor) -> Iterator[None]:
         """Work on `inputs` started inside runs beside what is started after it."""
         if self._side is None:
-            return nullcontext()
+            yield
+            return
         self._side.wait_stream(self._platform.current_stream(self._device))
         self._inputs = inputs
-        return self._platform.stream_scope(self._side)
+        try:
+            with self._platform.stream_scope(self._side):
+                yield
+        finally:
+            self._inputs = ()
 
     def send(
         self,
@@ -107,7 +114,6 @@ class PictureOutput:
         if self.asynchronous:
             self._platform.synchronize(self._device)
         self._steps.clear()
-        self._inputs = ()
 
     def _start_copy(
         self, images: torch.Tensor, finite: torch.Tensor
