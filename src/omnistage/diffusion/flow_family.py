@@ -16,6 +16,7 @@ class FlowFamily(StepFamily):
     """`texts` are the call's arguments that hold a text, as `check_inputs` takes them."""
 
     texts: ClassVar[tuple[str, ...]] = ("prompt", "negative_prompt")
+    _moments: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def check(self, state: StepRequestState) -> None:
         given = state.arguments
@@ -123,13 +124,20 @@ class FlowFamily(StepFamily):
     def decode_normalized(self, latents: torch.Tensor) -> torch.Tensor:
         """By an autoencoder of videos (rows, channels, frames, …) whose latents have a mean and a
         deviation for each channel: the first frames."""
+        if self._moments is None:
+            self._moments = self._latent_moments(latents)
+        mean, inverse_std = self._moments
+        scaled = latents / inverse_std + mean
+        frames: torch.Tensor = self.pipeline.vae.decode(scaled, return_dict=False)[0]
+        return frames[:, :, 0]
+
+    def _latent_moments(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Made once: bringing them to the device waits for all that it has been given."""
         import torch
 
-        vae, shape = self.pipeline.vae, (1, -1, 1, 1, 1)
-        mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents)
-        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents)
-        frames: torch.Tensor = vae.decode(latents / inverse_std + mean, return_dict=False)[0]
-        return frames[:, :, 0]
+        config, shape = self.pipeline.vae.config, (1, -1, 1, 1, 1)
+        mean = torch.tensor(config.latents_mean).view(shape).to(like)
+        return mean, 1.0 / torch.tensor(config.latents_std).view(shape).to(like)
 
 
 def shift_of(scheduler: Any, num_tokens: int, max_shift: float = 1.15) -> float:
