@@ -1,8 +1,8 @@
-"""What the fast path of a stage tells of its commands."""
+"""What the fast path of a stage does at its start, and tells of its commands."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from omnistage.models.qwen_image.pipeline import step_options
 from tests.checkpoints import checkpoint
@@ -38,3 +38,33 @@ def test_a_step_that_compiles_has_the_limit_of_a_compilation(monkeypatch):
         list(driver.scheduler.complete(command, [result]))
         told.append((command.name, context.operations))
     assert told == [("encode", []), ("step", ["compile"]), ("step", ["compile"]), ("decode", [])]
+
+
+def test_a_start_on_a_card_warms_up_each_size_and_says_so(monkeypatch):
+    """Played on a CPU, where nothing is compiled."""
+    driver = Driver(
+        checkpoint("qwen_image"), step_execution=True, options=step_options("QwenImagePipeline")
+    )
+    fast_path, steps, reports, seen = driver.executor._fast_path, driver.executor._steps, [], []
+    check = fast_path.family.check
+
+    def note(state):
+        check(state)
+        seen.append((state.arguments["width"], state.arguments["height"]))
+
+    monkeypatch.setattr(fast_path.family, "check", note)
+    options = replace(fast_path._options, warmup_sizes=("64x32", "32x32"))
+    monkeypatch.setattr(fast_path, "_options", options)
+    fast_path.warm_up(steps, lambda *report: reports.append(report))
+    assert reports == []
+    monkeypatch.setattr(fast_path, "_on_gpu", True)
+    fast_path.warm_up(steps, lambda *report: reports.append(report))
+    assert seen == [(64, 32)] * 3 + [(32, 32)] * 3
+    assert [text.partition(" in ")[0] for text, _ in reports] == [
+        "compiling for 64x32",
+        "compiled 0 block variants",
+        "compiling for 32x32",
+        "compiled 0 block variants",
+    ]
+    assert [fraction for _, fraction in reports] == [0, 0, 0.5, 0.5]
+    assert steps.num_states == 0
