@@ -82,8 +82,26 @@ def test_steps_of_the_caller_win_over_a_quality() -> None:
     given = OmniDiffusionSamplingParams(quality="high", num_inference_steps=3)
     assert merge_defaults(given, {}).quality is None
     assert merge_defaults(given, {"num_inference_steps": 8}).num_inference_steps == 3
-    open_ = OmniDiffusionSamplingParams(quality="high")
-    assert merge_defaults(open_, {"num_inference_steps": 8}).quality == "high"
+    merged = merge_defaults(given, {"num_inference_steps": 8, "quality": "low"})
+    assert (merged.num_inference_steps, merged.quality) == (3, None)
+
+
+@pytest.mark.invariant("IO-INV-102")
+@pytest.mark.parametrize("quality", ["low", "auto", "high", None])
+def test_merging_defaults_twice_is_merging_them_once(quality: str | None) -> None:
+    """The engine merges them, and the stage's queue again."""
+    defaults = {"num_inference_steps": 8, "height": 16}
+    once = merge_defaults(OmniDiffusionSamplingParams(quality=quality), defaults)
+    steps = {"low": 4, "auto": 8, "high": 16, None: 8}[quality]
+    assert (once.num_inference_steps, once.quality) == (steps, None)
+    assert merge_defaults(once, defaults) == once
+    later = merge_defaults(OmniDiffusionSamplingParams(quality=quality), {"height": 16})
+    assert later.quality == quality, "the pipeline's own number of steps is scaled later"
+
+
+def test_an_unknown_quality_is_refused_where_it_would_be_spent() -> None:
+    with pytest.raises(InvalidRequestError, match="quality must be one of"):
+        merge_defaults(OmniDiffusionSamplingParams(quality="best"), {"num_inference_steps": 8})
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ QUALITY_STEPS = {
 """What OpenAI's `quality` means here: a factor on the model's default number of steps."""
 
 
+def steps_of_quality(quality: str, default_steps: int) -> int:
+    """Raises `InvalidRequestError` for a quality that is none of `QUALITY_STEPS`."""
+    if quality not in QUALITY_STEPS:
+        raise InvalidRequestError(
+            f"quality must be one of {', '.join(QUALITY_STEPS)}, got {quality!r}", param="quality"
+        )
+    return max(1, round(default_steps * QUALITY_STEPS[quality]))
+
+
 class OmniTokenSamplingParams(
     msgspec.Struct, kw_only=True, tag="token", omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -127,7 +136,8 @@ SamplingParams = OmniDiffusionSamplingParams | OmniTokenSamplingParams | Generic
 
 def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> SamplingParams:
     """Fill what the caller left open from `defaults`; the caller's own values always win, a number
-    of steps also over a `quality`.
+    of steps also over a `quality`. Where the steps are a default, `quality` scales them here:
+    merging the same defaults again changes nothing.
 
     Raises `InvalidRequestError` when a default names no field, or a value of the caller's has
     another type than its field: structs do not look when they are made, and the process that
@@ -135,10 +145,6 @@ def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> Sampling
     """
     _refuse_wrong_types(params)
     changes: dict[str, Any] = {}
-    if isinstance(params, OmniDiffusionSamplingParams) and params.num_inference_steps is not None:
-        changes["quality"] = None
-    if not defaults:
-        return msgspec.structs.replace(params, **changes) if changes else params
     unset = {f.name: f.default for f in msgspec.structs.fields(params)}
     for name, value in defaults.items():
         if name == "extra_args":
@@ -147,7 +153,19 @@ def merge_defaults(params: SamplingParams, defaults: dict[str, Any]) -> Sampling
             raise InvalidRequestError(f"default sampling parameter {name!r} does not exist")
         elif getattr(params, name) == unset[name]:
             changes[name] = value
-    return msgspec.structs.replace(params, **changes)
+    if isinstance(params, OmniDiffusionSamplingParams):
+        changes |= _scaled_steps(params, changes)
+    return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def _scaled_steps(params: OmniDiffusionSamplingParams, changes: dict[str, Any]) -> dict[str, Any]:
+    """What `quality` comes to, once there is a number of steps: then it is spent."""
+    if params.num_inference_steps is not None:
+        return {"quality": None}
+    quality, steps = changes.get("quality", params.quality), changes.get("num_inference_steps")
+    if quality is None or steps is None:
+        return {}
+    return {"num_inference_steps": steps_of_quality(quality, steps), "quality": None}
 
 
 def _refuse_wrong_types(params: SamplingParams) -> None:

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
-from omnistage.contracts.sampling import QUALITY_STEPS, OmniDiffusionSamplingParams
+from omnistage.contracts.sampling import (
+    QUALITY_STEPS,
+    OmniDiffusionSamplingParams,
+    steps_of_quality,
+)
 from omnistage.diffusion.inputs import DiffusionInputs
 from omnistage.diffusion.options import DiffusionOptions
 from omnistage.diffusion.signature import OWNED_BY_RUNTIME, CallSignature, signature_of
@@ -24,6 +28,15 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+_COUNTS = (
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "num_outputs_per_prompt",
+    "max_sequence_length",
+)
 
 RUNTIME_PARAMETERS = frozenset(
     {
@@ -67,6 +80,7 @@ def call_arguments(
         arguments[name] = value
     _apply_quality(arguments, inputs.params.quality, signature)
     _add_extra(arguments, inputs.params.extra_args, defaults.get("extra_args", {}), signature)
+    _check_size(pipeline, arguments)
     _add_texts(arguments, inputs, signature)
     _check_guidance(pipeline, arguments, inputs, defaults, signature)
     _drop_idle_default(arguments, defaults)
@@ -83,10 +97,13 @@ def _drop_idle_default(arguments: dict[str, Any], defaults: Mapping[str, Any]) -
 
 def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions) -> None:
     """Raises `InvalidRequestError` for values that no pipeline can work with."""
-    for name in ("height", "width", "num_frames", "num_inference_steps", "num_outputs_per_prompt"):
+    for name in _COUNTS:
         value = getattr(params, name)
         if value is not None and value < 1:
             raise InvalidRequestError(f"{name} must be at least 1, got {value}", param=name)
+    for name in ("sigmas", "timesteps"):
+        if getattr(params, name) == []:
+            raise InvalidRequestError(f"{name} must hold at least one number", param=name)
     for name, value in _set_parameters(params).items():
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
@@ -106,22 +123,32 @@ def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions)
         )
 
 
+def _check_size(pipeline: DiffusionPipeline, arguments: Mapping[str, Any]) -> None:
+    """Sizes are cut down to a multiple of what the image processor says: not to nothing."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    processor = getattr(pipeline, "image_processor", None)
+    if not isinstance(processor, VaeImageProcessor):
+        return
+    least = processor.config["vae_scale_factor"]
+    for name in ("height", "width"):
+        value = arguments.get(name)
+        if isinstance(value, int) and value < least:
+            raise InvalidRequestError(
+                f"{name} must be at least {least} for this model, got {value}", param=name
+            )
+
+
 def _apply_quality(
     arguments: dict[str, Any], quality: str | None, signature: CallSignature
 ) -> None:
-    """Scale the default number of steps; a caller's own number has already cleared `quality`."""
-    if quality is None:
+    """Scale the pipeline's own number of steps; any other has already used `quality` up."""
+    if quality is None or QUALITY_STEPS.get(quality) == 1.0:
         return
-    if quality not in QUALITY_STEPS:
-        raise InvalidRequestError(
-            f"quality must be one of {', '.join(QUALITY_STEPS)}, got {quality!r}", param="quality"
-        )
-    steps = arguments.get("num_inference_steps", signature.default("num_inference_steps"))
-    if QUALITY_STEPS[quality] == 1.0:
-        return
-    if not isinstance(steps, int):
+    default = signature.default("num_inference_steps")
+    if not isinstance(default, int):
         raise signature.refuse("quality")
-    arguments["num_inference_steps"] = max(1, round(steps * QUALITY_STEPS[quality]))
+    arguments["num_inference_steps"] = steps_of_quality(quality, default)
 
 
 def _set_parameters(params: OmniDiffusionSamplingParams) -> dict[str, Any]:
