@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from omnistage.contracts.identity import RequestIdentity
+from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.messages import (
     Aborted,
     Acknowledge,
@@ -162,6 +162,22 @@ def test_a_child_pauses_without_credits_and_goes_on_with_them() -> None:
             bench.replica.deliver(Acknowledge(identity=child, sequence=sequence))
             bench.replica.deliver(Acknowledge(identity=child, sequence=sequence))
             assert bench.until(Output).sequence == sequence + 2
+
+
+def test_a_scheduler_hears_of_first_credits_when_it_has_the_child(monkeypatch) -> None:
+    heard: list[int] = []
+    set_credits = odd_runtime.OddScheduler.set_credits
+
+    def note(self: odd_runtime.OddScheduler, key: RequestKey, credits: int) -> None:
+        if key in self._children:
+            heard.append(credits)
+        set_credits(self, key, credits)
+
+    monkeypatch.setattr(odd_runtime.OddScheduler, "set_credits", note)
+    with ready_bench() as bench:
+        bench.submit("r", counting(1), credits=2)
+        bench.until(Output)
+    assert heard[0] == 2
 
 
 @pytest.mark.invariant("STAGE-INV-300")

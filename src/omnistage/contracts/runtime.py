@@ -104,7 +104,8 @@ class Scheduler(Protocol):
     def end_input(self, identity: RequestIdentity, epoch: int) -> None: ...
 
     def set_credits(self, key: RequestKey, credits: int) -> None:
-        """How many outputs this child may still emit before it must pause."""
+        """How many outputs this child may still emit before it must pause. Its first credits are
+        told before it is added and again right after."""
 
     def abort(self, key: RequestKey) -> None:
         """Forget a child. Called between commands; unknown keys are ignored."""

@@ -61,6 +61,7 @@ class Intake:
                 input_complete=message.input_complete,
             )
             self._scheduler.add(request)
+            self._scheduler.set_credits(identity.key, message.credits)
 
         self._guarded(identity, add)
 
