@@ -89,6 +89,10 @@ BEFORE_LOADING: dict[str, tuple[Prepare, str]] = {
         serving("--step-execution", "--request-batch-max-wait-ms", "20"),
         "request_batch_max_wait_ms=20 has no effect in step mode",
     ),
+    "previews that have no place": (
+        serving("--diffusion-streaming-output", "--output-window", "1"),
+        "output_window=1 leaves no place for previews",
+    ),
     "a wait that nobody may plan either": (
         lambda folder: ["plan", tiny(), "--request-batch-max-wait-ms", "20"],
         "request_batch_max_wait_ms=20 has no effect with max_num_seqs=1",

@@ -61,6 +61,12 @@ def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
                 "join between steps; leave it out",
                 param="request_batch_max_wait_ms",
             )
+        if stage.diffusion_streaming_output and stage.output_window == 1:
+            raise UnsupportedCombinationError(
+                "output_window=1 leaves no place for previews (diffusion_streaming_output) beside "
+                "the result; use at least 2",
+                param="output_window",
+            )
         return
     if options.warmup_sizes:
         raise UnsupportedCombinationError(
