@@ -27,8 +27,8 @@ TARGETS = {
 }
 PROMPT_TOKENS, NEGATIVE_TOKENS = 256, 10
 WARM_STEPS = 2
-COMPILING_STEPS = 6
-"""Of the first request at each size: all kernels are compiled, graphs captured at the third use."""
+COMPILING_STEPS = 14
+"""Of the first request at each size: kernels are compiled, graphs captured at the twelfth use."""
 
 Run = Callable[[int, int, Callable[[int], None]], None]
 """(size, steps, called back with the number of steps done)."""
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     sides: dict[str, Run] = {
         "diffusers_eager": peer(pipeline),
         "diffusers_compiled": peer(compiled),
-        "ours": ours(twin(pipeline), args.device, enforce_eager=args.no_compile),
-        "ours_eager": ours(twin(pipeline), args.device, enforce_eager=True),
+        "ours": ours(twin(pipeline), args, enforce_eager=args.no_compile),
+        "ours_eager": ours(twin(pipeline), args, enforce_eager=True),
     }
     figures = {}
     for size in args.sizes:
@@ -68,6 +68,12 @@ def parse(argv: list[str] | None) -> Any:
     flags.add_argument("--sizes", type=int, nargs="+", default=None, help="(1024 512)")
     flags.add_argument("--steps", type=int, default=12, help="timed ones (%(default)s)")
     flags.add_argument("--rounds", type=int, default=3, help="turns of each side (%(default)s)")
+    flags.add_argument(
+        "--graph-max-tokens",
+        type=int,
+        default=16384,
+        help="ours: largest forward that is replayed from a graph (%(default)s, so that both are)",
+    )
     flags.add_argument("--budget-s", type=float, default=220, help="no new round after this")
     flags.add_argument("--output", type=Path, help="file for results as far as they are")
     flags.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
@@ -100,12 +106,18 @@ def peer(pipeline: Any) -> Run:
     return run
 
 
-def ours(pipeline: Any, device: str, *, enforce_eager: bool) -> Run:
+def ours(pipeline: Any, args: Any, *, enforce_eager: bool) -> Run:
     """Our scheduler and step runner, as a replica drives them."""
     from _qwen_image import Ours, call_arguments, stage_of
     from _serving_loop import Loop, request
 
-    stage = stage_of(device, step_execution=True, max_num_seqs=1, enforce_eager=enforce_eager)
+    stage = stage_of(
+        args.device,
+        step_execution=True,
+        max_num_seqs=1,
+        enforce_eager=enforce_eager,
+        options={"graph_max_tokens": args.graph_max_tokens},
+    )
     engine = Ours(pipeline, stage)
 
     def run(size: int, steps: int, stepped: Callable[[int], None]) -> None:
@@ -183,7 +195,7 @@ def report(figures: dict[int, dict[str, float]], args: Any, partial: dict[str, A
             f"one request, {'a toy' if args.tiny else 'the 20.4 B shape'} with random weights, "
             f"true CFG, prompts of {PROMPT_TOKENS} and {NEGATIVE_TOKENS} tokens, sizes "
             f"{', '.join(map(str, figures))}; median of {args.rounds} turns of {args.steps} steps; "
-            f"ceiling {CEILING_TFLOPS:g} TFLOP/s"
+            f"ceiling {CEILING_TFLOPS:g} TFLOP/s; graph_max_tokens {args.graph_max_tokens}"
         ),
         save=args.save,
         variants=variants,

@@ -25,7 +25,11 @@ def plain(module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 
 def denoiser(module: torch.nn.Module, *, eager: bool = False, **settings: Any) -> Denoiser:
     found = Denoiser(
-        module, CpuPlatform(), "cpu", eager=eager, settings=DenoiserSettings(**settings)
+        module,
+        CpuPlatform(),
+        "cpu",
+        eager=eager,
+        settings=DenoiserSettings(**{"captured_at_use": 3} | settings),
     )
     found.install()
     return found
@@ -154,7 +158,9 @@ def test_a_failed_install_leaves_the_module_as_it_was() -> None:
 def test_a_missing_compiler_is_told_at_start() -> None:
     module = denoisers.make(denoisers.QWEN)
     untouched = state(module)
-    found = Denoiser(module, GraphPlatform(), "fake:0", eager=False, settings=DenoiserSettings())
+    found = Denoiser(
+        module, GraphPlatform(), "fake:0", eager=False, settings=DenoiserSettings(captured_at_use=3)
+    )
     with pytest.raises(ConfigurationError, match=r"fake:0 needs .* triton.*--enforce-eager"):
         found.install()
     assert state(module) == untouched
@@ -165,7 +171,13 @@ def replaying(module: torch.nn.Module, **settings: Any) -> tuple[Denoiser, Graph
     told apart by value: only equal calls are replayed."""
     platform = GraphPlatform()
     settings = {"compile": False, "fuse": False, **settings}
-    found = Denoiser(module, platform, "fake:0", eager=False, settings=DenoiserSettings(**settings))
+    found = Denoiser(
+        module,
+        platform,
+        "fake:0",
+        eager=False,
+        settings=DenoiserSettings(**{"captured_at_use": 3} | settings),
+    )
     found.install()
     return found, platform
 
@@ -226,7 +238,7 @@ class TestOnTheDevice:
         module = denoisers.make(name).to("cuda", torch.bfloat16)
         found = Denoiser(
             module, platform_of("cuda:0"), "cuda:0", eager=False,
-            settings=DenoiserSettings(**settings),
+            settings=DenoiserSettings(**{"captured_at_use": 3} | settings),
         )  # fmt: skip
         return module, found
 

@@ -44,7 +44,7 @@ def work() -> Work:
 
 @pytest.fixture
 def cache(work, platform) -> GraphCache:
-    return GraphCache(work, platform, DEVICE, 3, by_value=whole)
+    return GraphCache(work, platform, DEVICE, 3, captured_at_use=3, by_value=whole)
 
 
 def ones(*shape: int) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def use(cache: GraphCache, inputs: dict, times: int = 3) -> torch.Tensor:
     return [cache(inputs) for _ in range(times)][-1]
 
 
-def test_a_call_is_captured_at_its_third_use(cache, work, platform) -> None:
+def test_a_call_is_captured_at_the_use_that_was_set(cache, work, platform) -> None:
     assert torch.equal(use(cache, ones(2), 2), torch.full((2,), 2.0))
     assert cache.describe()["captures"] == 0
     assert work.calls == 2
@@ -179,7 +179,7 @@ def test_an_error_of_the_work_is_not_taken_for_a_failed_capture(work, platform) 
     class Refused(ValueError):
         pass
 
-    cache = GraphCache(work, platform, DEVICE, 2, by_value=whole)
+    cache = GraphCache(work, platform, DEVICE, 2, captured_at_use=3, by_value=whole)
     use(cache, ones(2), 2)
     with platform.failing(Refused("no such thing")), pytest.raises(Refused):
         cache(ones(2))
@@ -197,7 +197,7 @@ def test_arguments_that_no_graph_is_found_by_are_told(cache, caplog, argument, t
     def work(x, extra):
         return x
 
-    cache = GraphCache(work, GraphPlatform(), DEVICE, 2, by_value=whole)
+    cache = GraphCache(work, GraphPlatform(), DEVICE, 2, captured_at_use=3, by_value=whole)
     use(cache, {**ones(2), "extra": argument}, 5)
     assert cache.describe()["captures"] == 0
     assert told in next(iter(cache.describe()["uncaptured"]))
@@ -214,7 +214,7 @@ def test_clear_frees_and_starts_anew(cache, platform) -> None:
 
 
 def test_devices_without_graphs_run_the_work(work) -> None:
-    cache = GraphCache(work, CpuPlatform(), "cpu", 2)
+    cache = GraphCache(work, CpuPlatform(), "cpu", 2, captured_at_use=3)
     assert torch.equal(use(cache, ones(2), 5), torch.full((2,), 2.0))
     assert work.calls == 5
     assert cache.describe()["off"] == "CPU devices have no captured graphs"
@@ -227,7 +227,7 @@ cuda = [
 
 
 def on_device(layer: torch.nn.Module) -> GraphCache:
-    return GraphCache(lambda x: layer(x), platform_of("cuda:0"), "cuda:0", 4)
+    return GraphCache(lambda x: layer(x), platform_of("cuda:0"), "cuda:0", 4, captured_at_use=3)
 
 
 class TestOnTheDevice:
@@ -252,7 +252,7 @@ class TestOnTheDevice:
         def waits(x: torch.Tensor) -> torch.Tensor:
             return x * float(x.sum()) if x.shape[0] == 2 else x * 2
 
-        cache = GraphCache(waits, platform_of("cuda:0"), "cuda:0", 4)
+        cache = GraphCache(waits, platform_of("cuda:0"), "cuda:0", 4, captured_at_use=3)
         for size in (2, 2, 2, 2, 3, 3, 3, 3):
             x = torch.ones(size, device="cuda")
             assert torch.equal(cache({"x": x}), waits(x))

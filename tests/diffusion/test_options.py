@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from omnistage.api.settings import ApiSettings
-from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.diffusion.options import DiffusionOptions, read_options
 from omnistage.diffusion.runtime import DiffusionRuntime
 from tests.diffusion.driver import diffusion_stage
@@ -34,3 +34,10 @@ def test_what_is_wrong_is_named(options, words):
     with pytest.raises(ConfigurationError, match="option") as caught:
         DiffusionRuntime.scheduler(diffusion_stage("/nowhere", options=options))
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["max_batch_shapes", "max_overtakes", "guidance_in_one_batch"])
+def test_what_only_step_mode_uses_is_refused_in_request_mode(name):
+    options = {name: True if name == "guidance_in_one_batch" else 2}
+    with pytest.raises(UnsupportedCombinationError, match=f"option {name} has no effect"):
+        DiffusionRuntime.scheduler(diffusion_stage("/nowhere", options=options))

@@ -18,16 +18,30 @@ def driver() -> Driver:
     )
 
 
-def test_one_alone_and_two_together_take_steps_and_are_gone(driver, monkeypatch):
+def test_requests_take_two_steps_together_and_are_gone(driver, monkeypatch):
     waves = []
     family = driver.executor._fast_path.family
     step = family.denoise_step
     monkeypatch.setattr(
         family, "denoise_step", lambda states: (waves.append(len(states)), step(states))[1]
     )
-    warm_up(driver.executor._steps, 64, 32, with_picture=False)
+    for count in (1, 2):
+        warm_up(driver.executor._steps, 64, 32, with_picture=False, count=count)
     assert waves == [1, 1, 2, 2]
     assert driver.executor._steps.num_states == 0
+
+
+def test_request_mode_makes_a_whole_call(monkeypatch):
+    ours = Driver(checkpoint("qwen_image"), options=step_options("QwenImagePipeline"))
+    calls = []
+    handle = ours.pipeline.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["hidden_states"].shape[0]),
+        with_kwargs=True,
+    )
+    for count in (1, 2):
+        warm_up(ours.executor._requests, 32, 32, with_picture=False, count=count)
+    handle.remove()
+    assert calls == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_size_that_the_model_refuses_is_named(driver, monkeypatch):
@@ -36,5 +50,5 @@ def test_a_size_that_the_model_refuses_is_named(driver, monkeypatch):
 
     monkeypatch.setattr(driver.executor._fast_path.family, "check", refuse)
     with pytest.raises(ConfigurationError, match=r"warm-up at 32x64: .*too odd"):
-        warm_up(driver.executor._steps, 64, 32, with_picture=False)
+        warm_up(driver.executor._steps, 64, 32, with_picture=False, count=1)
     assert driver.executor._steps.num_states == 0

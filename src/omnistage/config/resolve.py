@@ -125,6 +125,7 @@ def _resolve_stage(
     _check_restart(stage, restart)
     defaults = values.get("default_sampling_params", {})
     _check_sampling_defaults(stage, defaults)
+    _complete_streaming(stage, values)
     plain = {
         STAGE_KEYS[key].attribute or key: values[key] for key in _PLAIN_STAGE_KEYS if key in values
     }
@@ -166,6 +167,17 @@ def _check_restart(stage: StageConfig, restart: RestartPolicy) -> None:
         raise UnsupportedCombinationError(
             f"stage {stage.stage_id}: restart.max_backoff_s is {restart.max_backoff_s}, less than "
             f"restart.backoff_s {restart.backoff_s}"
+        )
+
+
+def _complete_streaming(stage: StageConfig, values: dict[str, Any]) -> None:
+    """Previews need step mode, and turn it on."""
+    if not values.get("diffusion_streaming_output"):
+        return
+    if not values.setdefault("step_execution", True):
+        raise UnsupportedCombinationError(
+            f"stage {stage.stage_id}: diffusion_streaming_output needs step_execution, which is "
+            "turned off; leave one of them out"
         )
 
 

@@ -95,6 +95,14 @@ def _drop_idle_default(arguments: dict[str, Any], defaults: Mapping[str, Any]) -
         arguments.pop("negative_prompt", None)
 
 
+def steps_of(arguments: Mapping[str, Any]) -> Any:
+    """How many steps a call with these arguments takes: a schedule of one's own tells."""
+    for name in ("sigmas", "timesteps"):
+        if arguments.get(name) is not None:
+            return len(arguments[name])
+    return arguments["num_inference_steps"]
+
+
 def check_values(params: OmniDiffusionSamplingParams, options: DiffusionOptions) -> None:
     """Raises `InvalidRequestError` for values that no pipeline can work with."""
     for name in _COUNTS:

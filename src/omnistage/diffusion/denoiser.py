@@ -28,7 +28,8 @@ class DenoiserSettings:
 
     `compile` works by blocks. `graphs` replays captured graphs for calls of up to
     `graph_max_tokens` (batch x sequence, text included: at more, launching kernels is not what
-    takes the time), at most `max_graphs` of them held. `coordinate_descent` lets the compiler tune
+    takes the time), from the `captured_at_use`-th call of equal shapes and text lengths on, at most
+    `max_graphs` of them held. `coordinate_descent` lets the compiler tune
     its kernels longer. `static_shapes`: how many shapes, the first to come, get kernels of exactly
     that shape, which help only where shapes repeat to the length of the prompt. `fuse`
     replaces layers by fused ones. `backend` compiles: a name or callable that `torch.compile`
@@ -37,8 +38,9 @@ class DenoiserSettings:
 
     compile: bool = True
     graphs: bool = True
-    graph_max_tokens: int = 8192
+    graph_max_tokens: int = 4096
     max_graphs: int = 16
+    captured_at_use: int = 12
     coordinate_descent: bool = False
     static_shapes: int = 0
     fuse: bool = True
@@ -162,7 +164,11 @@ class Denoiser:
             self._blocks.install()
         if settings.graphs:
             self._graphs = GraphCache(
-                self._forward, self._platform, self._device, settings.max_graphs
+                self._forward,
+                self._platform,
+                self._device,
+                settings.max_graphs,
+                captured_at_use=settings.captured_at_use,
             )
 
     def _forward(self, **inputs: Any) -> torch.Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
     from omnistage.config.resolved import ResolvedStage
+    from omnistage.diffusion.request_runner import RequestRunner
     from omnistage.diffusion.step_runner import StepRunner
     from omnistage.platforms.base import Platform
 
@@ -67,15 +68,19 @@ class FastPath:
         self.family.denoiser = self._denoiser
         self.family.in_one_batch = self._options.guidance_in_one_batch
 
-    def warm_up(self, steps: StepRunner | None, report: LoadReporter) -> None:
-        """Run a short request of each of `warmup_sizes`, so that nobody waits for a compiler."""
+    def warm_up(self, runner: StepRunner | RequestRunner, report: LoadReporter) -> None:
+        """Run short requests of each of `warmup_sizes`, so that nobody waits for a compiler."""
         sizes = self._options.warmup_shapes
-        if steps is None or self._denoiser is None or not self._on_gpu:
+        if self._denoiser is None or not self._on_gpu:
             return
+        with_picture = self._options.image_input == "required"
+        together = self._options.supports_request_batch and self._stage.max_num_seqs > 1
+        counts = (1, 2) if self._steps or together else (1,)
         for number, (height, width) in enumerate(sizes):
             started, before = time.monotonic(), self._denoiser.compilations()
             report(f"compiling for {width}x{height}", number / len(sizes))
-            warm_up(steps, height, width, with_picture=self._options.image_input == "required")
+            for count in counts:
+                warm_up(runner, height, width, with_picture=with_picture, count=count)
             compiled = self._denoiser.compilations() - before
             seconds = time.monotonic() - started
             report(f"compiled {compiled} block variants in {seconds:.0f} s", number / len(sizes))

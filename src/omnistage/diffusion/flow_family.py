@@ -177,7 +177,8 @@ def encode_by(
 
 
 def unpadded(embeds: torch.Tensor, mask: torch.Tensor | None) -> list[Condition]:
-    """Of (n, tokens, width) each row's valid tokens, which come first."""
+    """Of (n, tokens, width) each row's valid tokens, which come first, in memory of their own: a
+    request must not keep what was encoded beside it."""
     count, longest = embeds.shape[:2]
     lengths = [longest] * count if mask is None else mask.sum(1).tolist()
-    return [{"embeds": embeds[i : i + 1, :length]} for i, length in enumerate(lengths)]
+    return [{"embeds": embeds[i : i + 1, :length].clone()} for i, length in enumerate(lengths)]

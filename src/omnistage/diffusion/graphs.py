@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_CAPTURED_AT_USE = 3
+CAPTURED_AT_USE = 12
+"""A capture costs what about so many replays save (0.19 s and 14 ms on an H200 at 512 x 512, both
+guidance branches): a composition that does not last so long had better not be captured."""
 _REMEMBERED_PER_GRAPH = 16
 
 
@@ -29,7 +31,7 @@ class _Captured:
 
 
 class GraphCache:
-    """Runs `work(**inputs)`, from its third use by a captured graph where it can.
+    """Runs `work(**inputs)`, from use number `captured_at_use` by a captured graph where it can.
 
     At most `max_graphs` are held; the one not used for longest goes. All share one pool of memory,
     so results are copied out of it. What cannot be captured runs as before, and `describe` says
@@ -43,12 +45,14 @@ class GraphCache:
         device: str,
         max_graphs: int,
         *,
+        captured_at_use: int = CAPTURED_AT_USE,
         by_value: Callable[[torch.Tensor], bool] = on_host,
     ) -> None:
         self._work = work
         self._platform = platform
         self._device = device
         self._max_graphs = max_graphs
+        self._captured_at_use = captured_at_use
         self._by_value = by_value
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
@@ -102,7 +106,7 @@ class GraphCache:
         self._uses[key] = self._uses.get(key, 0) + 1
         self._uses.move_to_end(key)
         self._forget_oldest(self._uses)
-        return self._uses[key] >= _CAPTURED_AT_USE
+        return self._uses[key] >= self._captured_at_use
 
     def _try_capture(
         self, key: Hashable, inputs: Mapping[str, Any], tensors: list[torch.Tensor]

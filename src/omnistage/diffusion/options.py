@@ -47,7 +47,7 @@ class DiffusionOptions:
     max_overtakes: int = 16
     guidance_in_one_batch: bool = True
     warmup_sizes: Sequence[str] = ()
-    graph_max_tokens: int = 16384
+    graph_max_tokens: int = 4096
     max_graphs: int = 16
     coordinate_descent: bool = True
 

@@ -11,7 +11,7 @@ from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, ExecutionContext
-from omnistage.diffusion.arguments import call_arguments
+from omnistage.diffusion.arguments import call_arguments, steps_of
 from omnistage.diffusion.batching import pack, unpack
 from omnistage.diffusion.failures import classify, invalid_numbers
 from omnistage.diffusion.generators import make_generator
@@ -95,13 +95,11 @@ class RequestRunner:
             if not (watch.output_is_finite() and is_finite(images)):
                 raise invalid_numbers(pipeline)
         timings_s = watch.finish()
-        steps = arguments.get(
-            "num_inference_steps", signature_of(type(pipeline)).default("num_inference_steps")
-        )
+        default = signature_of(type(pipeline)).default("num_inference_steps")
         shared = {
             "output_type": output_type,
             **_size(images, output_type),
-            "num_inference_steps": steps,
+            "num_inference_steps": steps_of({"num_inference_steps": default} | arguments),
             "peak_memory_mb": self._platform.peak_memory_mb(self._device),
         }
         count = len(images) // len(identities)

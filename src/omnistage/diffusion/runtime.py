@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
 
 
+_STEP_MODE_ONLY = ("max_batch_shapes", "max_overtakes", "guidance_in_one_batch")
+
+
 class DiffusionRuntime:
     """Named by stages as "omnistage.diffusion.runtime:DiffusionRuntime"."""
 
@@ -68,11 +71,12 @@ def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
                 param="output_window",
             )
         return
-    if options.warmup_sizes:
-        raise UnsupportedCombinationError(
-            "warmup_sizes has no effect in request mode; set step_execution or leave it out",
-            param="options",
-        )
+    for name in _STEP_MODE_ONLY:
+        if name in stage.options:
+            raise UnsupportedCombinationError(
+                f"option {name} has no effect in request mode; set step_execution or leave it out",
+                param="options",
+            )
     if stage.max_num_seqs > 1 and not options.supports_request_batch:
         raise UnsupportedCombinationError(
             f"max_num_seqs={stage.max_num_seqs}: the pipeline of {model} does not declare "

@@ -16,6 +16,7 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, ExecutionContext
 from omnistage.diffusion.active import DECODE, ENCODE, PREVIEW, STEP
+from omnistage.diffusion.arguments import steps_of
 from omnistage.diffusion.batching import pack
 from omnistage.diffusion.family import StepFamily, StepRequestState
 from omnistage.diffusion.late_pictures import PictureOutput
@@ -188,7 +189,7 @@ class StepRunner:
         return {
             "seed": state.inputs.params.seed,
             "output_type": _output_type(state),
-            "num_inference_steps": state.arguments["num_inference_steps"],
+            "num_inference_steps": steps_of(state.arguments),
             "timings_s": dict(state.timings_s),
         }
 

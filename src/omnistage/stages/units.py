@@ -153,11 +153,12 @@ class ProcessUnit:
         if self._process is None or self._ended.is_set():
             return
         if all(replica.state is ReplicaState.READY for replica in self.replicas):
-            try:
+            with contextlib.suppress(StageLostError):  # It has ended by itself after its drain.
                 self.send(Shutdown())
+            try:
                 await asyncio.wait_for(self._ended.wait(), timeout_s)
-            except (StageLostError, TimeoutError) as error:
-                logger.warning("a replica process is killed, it did not stop: %r", error)
+            except TimeoutError:
+                logger.warning("a replica process is killed: it did not stop in %g s", timeout_s)
         self._process.kill()
         await asyncio.wait_for(self._ended.wait(), timeout_s)
 
