@@ -249,8 +249,8 @@ class StepFamily(ABC):
         """Built anew only when the composition of the batch changes."""
         composition = tuple((state.identity.key, branch) for state, branch in parts)
         if composition not in self._batches:
-            if len(self._batches) >= MAX_BATCHES:
-                self._batches.clear()
+            while len(self._batches) >= MAX_BATCHES:
+                self._batches.pop(next(iter(self._batches)))
             rows = [
                 Row(state, state.branches[branch], output)
                 for state, branch in parts

@@ -66,6 +66,8 @@ class FlowFamily(StepFamily):
         state.timesteps, _ = retrieve_timesteps(
             state.scheduler, count, state.latents.device, sigmas=sigmas, **shift
         )
+        # Known from the start: looking it up by the timestep would wait for the device.
+        state.scheduler.set_begin_index(0)
 
     def schedule_evenly(self, state: StepRequestState) -> None:
         """For packed latents (outputs, tokens, …): evenly from 1 to 1 / steps unless the request
@@ -76,7 +78,6 @@ class FlowFamily(StepFamily):
         if sigmas is None:
             sigmas = np.linspace(1.0, 1 / count, count)
         self.schedule(state, sigmas, mu=shift_of(state.scheduler, state.latents.shape[1]))
-        state.scheduler.set_begin_index(0)
 
     def true_texts(self, given: Mapping[str, Any]) -> list[str]:
         """Prefixes of the guidance branches' texts where guidance needs a negative prompt."""
