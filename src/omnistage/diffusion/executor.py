@@ -21,7 +21,7 @@ from omnistage.diffusion.arguments import RUNTIME_PARAMETERS
 from omnistage.diffusion.components import find_parts
 from omnistage.diffusion.failures import classify
 from omnistage.diffusion.fast_path import FastPath
-from omnistage.diffusion.options import DiffusionOptions
+from omnistage.diffusion.options import DiffusionOptions, runs_steps
 from omnistage.diffusion.overrides import set_autoencoder_feature
 from omnistage.diffusion.request_runner import RequestRunner
 from omnistage.diffusion.request_scheduler import GENERATE
@@ -131,7 +131,7 @@ class DiffusionExecutor:
         assert self._variants is not None
         assert self._fast_path is not None
         stage = self._stage
-        if stage.step_execution or stage.diffusion_streaming_output:
+        if runs_steps(stage):
             self._steps = make_step_runner(
                 stage, self._options, self._variants, self._fast_path, self._platform, self._device
             )

@@ -15,7 +15,7 @@ from omnistage.diffusion.decoder_layout import channels_last
 from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings
 from omnistage.diffusion.family import StepFamily
 from omnistage.diffusion.imports import load_family
-from omnistage.diffusion.options import DiffusionOptions
+from omnistage.diffusion.options import DiffusionOptions, runs_steps
 from omnistage.diffusion.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -42,14 +42,10 @@ class FastPath:
         self._denoiser: Denoiser | None = None
         self.family: StepFamily | None = None
 
-    @property
-    def _steps(self) -> bool:
-        return self._stage.step_execution or self._stage.diffusion_streaming_output
-
     def install(self, pipeline: DiffusionPipeline) -> None:
         """Raises `ConfigurationError` for a family or a denoiser that cannot be used."""
         fast = self._on_gpu and not self._stage.enforce_eager
-        if self._options.step_family is None or not (self._steps or fast):
+        if self._options.step_family is None or not (runs_steps(self._stage) or fast):
             return
         self.family = load_family(self._options.step_family, pipeline)
         self._undo += self.family.install(fuse=fast)
@@ -75,7 +71,7 @@ class FastPath:
             return
         with_picture = self._options.image_input == "required"
         together = self._options.supports_request_batch and self._stage.max_num_seqs > 1
-        counts = (1, 2) if self._steps or together else (1,)
+        counts = (1, 2) if runs_steps(self._stage) or together else (1,)
         for number, (height, width) in enumerate(sizes):
             started, before = time.monotonic(), self._denoiser.compilations()
             report(f"compiling for {width}x{height}", number / len(sizes))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.contracts.sampling import MAX_GENERATED_PIXELS
+
+if TYPE_CHECKING:
+    from omnistage.config.resolved import ResolvedStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,11 @@ _POSITIVE = (
 )
 _SWITCHES = ("supports_request_batch", "guidance_in_one_batch", "coordinate_descent")
 _SIZE = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
+
+
+def runs_steps(stage: ResolvedStage) -> bool:
+    """Whether a diffusion stage runs in step mode: previews need it."""
+    return stage.step_execution or stage.diffusion_streaming_output
 
 
 def read_options(values: Mapping[str, Any]) -> DiffusionOptions:

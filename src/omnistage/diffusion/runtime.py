@@ -10,7 +10,7 @@ from omnistage.contracts.runtime import Scheduler
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 from omnistage.diffusion.batching import call_key, shape_key
 from omnistage.diffusion.executor import DiffusionExecutor
-from omnistage.diffusion.options import DiffusionOptions, read_options
+from omnistage.diffusion.options import DiffusionOptions, read_options, runs_steps
 from omnistage.diffusion.queue import WaitingQueue
 from omnistage.diffusion.request_scheduler import RequestScheduler
 from omnistage.diffusion.step_scheduler import StepScheduler
@@ -34,25 +34,25 @@ class DiffusionRuntime:
         options = read_options(stage.options)
         _check_ranks(stage)
         check_mode(stage, options)
-        return step_scheduler(stage, options) if steps(stage) else request_scheduler(stage, options)
+        return (
+            step_scheduler(stage, options)
+            if runs_steps(stage)
+            else request_scheduler(stage, options)
+        )
 
     @staticmethod
     def executor(stage: ResolvedStage, rank: int, world_size: int) -> DiffusionExecutor:
         return DiffusionExecutor(stage, read_options(stage.options), rank, world_size)
 
 
-def steps(stage: ResolvedStage) -> bool:
-    """Whether the stage runs in step mode: previews need it."""
-    return stage.step_execution or stage.diffusion_streaming_output
-
-
 def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
     """Raises `UnsupportedCombinationError` for flags of which one would have no effect."""
     wait_ms = stage.request_batch_max_wait_ms
     model = stage.model_path.rpartition("/")[2]
-    if steps(stage):
+    if runs_steps(stage):
         if options.step_family is None:
-            flag = "step_execution" if stage.step_execution else "diffusion_streaming_output"
+            streams = stage.diffusion_streaming_output
+            flag = "diffusion_streaming_output" if streams else "step_execution"
             raise UnsupportedCombinationError(
                 f"{flag}: the pipeline of {model} has no step mode (no prepare_encode, "
                 "denoise_step, step_scheduler and post_decode); leave the flag out",
