@@ -31,11 +31,12 @@ def start(
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     stderr: int | IO[str] = subprocess.PIPE,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[str]:
     """`omnistage ARGUMENTS` as the leader of a session, so that all its children can be found."""
     return subprocess.Popen(
         [sys.executable, "-m", "omnistage", *arguments],
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,

@@ -71,6 +71,8 @@ class Server:
     def end(self) -> Ended:
         """Wait for the end of a server that was told to stop."""
         if self.ended is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(GUARD_S)  # Reading its output closes stdin, a second order to stop.
             self.ended = finish(self.child, GUARD_S)
         return self.ended
 
@@ -81,7 +83,9 @@ def serving(folder: Path, *flags: str, served: str | None = None) -> Iterator[Se
     `serve`. Ended, by force if need be, behind."""
     log_file = folder / "server.log"
     with log_file.open("w") as log:
-        child = start(["serve", served or model(), "--port", "0", *BASE_FLAGS, *flags], stderr=log)
+        # A test run that is killed closes the pipe: its servers end with it.
+        words = ["serve", served or model(), "--port", "0", "--stop-with-stdin", *BASE_FLAGS]
+        child = start([*words, *flags], stderr=log, stdin=subprocess.PIPE)
     try:
         server = Server(child, _await_ready(child, log_file), log_file)
         yield server
