@@ -55,10 +55,10 @@ def test_a_start_on_a_card_warms_up_each_size_and_says_so(monkeypatch):
     monkeypatch.setattr(fast_path.family, "check", note)
     options = replace(fast_path._options, warmup_sizes=("64x32", "32x32"))
     monkeypatch.setattr(fast_path, "_options", options)
-    fast_path.warm_up(steps, lambda *report: reports.append(report))
+    fast_path.warm_up(steps, None, lambda *report: reports.append(report))
     assert reports == []
     monkeypatch.setattr(fast_path, "_on_gpu", True)
-    fast_path.warm_up(steps, lambda *report: reports.append(report))
+    fast_path.warm_up(steps, None, lambda *report: reports.append(report))
     assert seen == [(64, 32)] * 3 + [(32, 32)] * 3
     assert [text.partition(" in ")[0] for text, _ in reports] == [
         "compiling for 64x32",

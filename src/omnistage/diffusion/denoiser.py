@@ -119,11 +119,6 @@ class Denoiser:
         """How many block variants were compiled so far."""
         return sum(self._blocks.compilations().values()) if self._blocks else 0
 
-    def forget_graphs(self) -> None:
-        """Must be called when weights have been replaced or moved: graphs know their addresses."""
-        if self._graphs is not None:
-            self._graphs.clear()
-
     def close(self) -> None:
         """Undo exactly what `install` did, last first, and free the graphs."""
         if self._graphs is not None:

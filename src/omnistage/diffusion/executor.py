@@ -85,7 +85,7 @@ class DiffusionExecutor:
         self._fast_path = FastPath(stage, self._options, self._platform, self._device)
         self._fast_path.install(pipeline)
         self._make_runners(pipeline)
-        self._fast_path.warm_up(self._loaded(self._steps or self._requests), report)
+        self._fast_path.warm_up(self._steps, self._requests, report)
         return {
             "pipeline_class": type(pipeline).__name__,
             "device": self._device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import (
     InternalError,
@@ -19,6 +19,10 @@ from omnistage.diffusion.inputs import DiffusionInputs
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+INVALID_NUMBERS = (
+    "the model produced invalid numbers (NaN or infinity) instead of a picture; "
+    "try another dtype or a smaller guidance scale"
+)
 _MEMORY_MARKS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
@@ -54,14 +58,16 @@ def invalid_numbers(pipeline: DiffusionPipeline) -> OmniError:
     for scheduler in schedulers_of(pipeline):
         sigmas = getattr(scheduler, "sigmas", None)
         if isinstance(sigmas, torch.Tensor) and bool(sigmas.isnan().any()):
-            return InvalidRequestError(
-                f"num_inference_steps: the model's {type(scheduler).__name__} has no schedule of "
-                f"{len(scheduler.timesteps)} step(s); ask for more",
-                param="num_inference_steps",
-            )
-    return InternalError(
-        "the model produced invalid numbers (NaN or infinity) instead of a picture; "
-        "try another dtype or a smaller guidance scale"
+            return no_schedule(scheduler)
+    return InternalError(INVALID_NUMBERS)
+
+
+def no_schedule(scheduler: Any) -> InvalidRequestError:
+    """For a schedule whose sigmas are not finite."""
+    return InvalidRequestError(
+        f"num_inference_steps: the model's {type(scheduler).__name__} has no schedule of "
+        f"{len(scheduler.timesteps)} step(s); ask for more",
+        param="num_inference_steps",
     )
 
 

@@ -16,7 +16,7 @@ from omnistage.diffusion.denoiser import Denoiser, DenoiserSettings
 from omnistage.diffusion.family import StepFamily
 from omnistage.diffusion.imports import load_family
 from omnistage.diffusion.options import DiffusionOptions, runs_steps
-from omnistage.diffusion.warm_up import warm_up
+from omnistage.diffusion.warm_up import warm_up_call, warm_up_steps
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -64,19 +64,25 @@ class FastPath:
         self.family.denoiser = self._denoiser
         self.family.in_one_batch = self._options.guidance_in_one_batch
 
-    def warm_up(self, runner: StepRunner | RequestRunner, report: LoadReporter) -> None:
-        """Run short requests of each of `warmup_sizes`, so that nobody waits for a compiler."""
+    def warm_up(
+        self, steps: StepRunner | None, requests: RequestRunner | None, report: LoadReporter
+    ) -> None:
+        """Run short requests of each of `warmup_sizes` through the stage's runner, which is one of
+        the two, so that nobody waits for a compiler."""
         sizes = self._options.warmup_shapes
         if self._denoiser is None or not self._on_gpu:
             return
-        with_picture = self._options.image_input == "required"
         together = self._options.supports_request_batch and self._stage.max_num_seqs > 1
-        counts = (1, 2) if runs_steps(self._stage) or together else (1,)
+        pictured = self._options.image_input == "required"
+        counts = (1, 2) if steps is not None or together else (1,)
         for number, (height, width) in enumerate(sizes):
             started, before = time.monotonic(), self._denoiser.compilations()
             report(f"compiling for {width}x{height}", number / len(sizes))
             for count in counts:
-                warm_up(runner, height, width, with_picture=with_picture, count=count)
+                if steps is not None:
+                    warm_up_steps(steps, height, width, with_picture=pictured, count=count)
+                elif requests is not None:
+                    warm_up_call(requests, height, width, with_picture=pictured, count=count)
             compiled = self._denoiser.compilations() - before
             seconds = time.monotonic() - started
             report(f"compiled {compiled} block variants in {seconds:.0f} s", number / len(sizes))

@@ -17,6 +17,8 @@ from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import ExecutionContext
+from omnistage.diffusion.failures import INVALID_NUMBERS
+from omnistage.diffusion.outputs import size_fields
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
     from omnistage.platforms.base import Platform
 
 MAX_STEPS_AHEAD = 1
-INVALID_NUMBERS = (
-    "the model produced invalid numbers (NaN or infinity) instead of a picture; "
-    "try another dtype or a smaller guidance scale"
-)
 
 
 class PictureOutput:
@@ -151,11 +149,3 @@ def finished(images: torch.Tensor, finite: torch.Tensor, fields: dict[str, Any])
         raise InternalError(INVALID_NUMBERS)
     tensor: Any = images if fields["output_type"] in ("pt", "latent") else images.numpy()
     return StageData(modality=Modality.IMAGE, tensors={"images": tensor}, fields=fields)
-
-
-def size_fields(images: torch.Tensor, output_type: str) -> dict[str, int]:
-    """Height and width in pixels; nothing for latents, whose layout is the model's own."""
-    if output_type == "latent":
-        return {}
-    first = 2 if output_type == "pt" else 1
-    return {"height": images.shape[first], "width": images.shape[first + 1]}

@@ -37,6 +37,14 @@ def is_finite(images: np.ndarray | torch.Tensor) -> bool:
     return bool(images.isfinite().all())
 
 
+def size_fields(images: np.ndarray | torch.Tensor, output_type: str) -> dict[str, int]:
+    """Height and width in pixels; nothing for latents, whose layout is the model's own."""
+    if output_type == "latent":
+        return {}
+    first = 2 if output_type == "pt" else 1
+    return {"height": images.shape[first], "width": images.shape[first + 1]}
+
+
 def _stack(images: Sequence[Any]) -> Any:
     if isinstance(images[0], np.ndarray):
         return np.stack(images)

@@ -17,14 +17,13 @@ from omnistage.diffusion.failures import classify, invalid_numbers
 from omnistage.diffusion.generators import make_generator
 from omnistage.diffusion.inputs import DiffusionInputs, read_inputs
 from omnistage.diffusion.options import DiffusionOptions
-from omnistage.diffusion.outputs import is_finite, pictures
+from omnistage.diffusion.outputs import is_finite, pictures, size_fields
 from omnistage.diffusion.overrides import request_settings
 from omnistage.diffusion.signature import signature_of
 from omnistage.diffusion.variants import PipelineVariants, image_arguments
 from omnistage.diffusion.watch import PipelineWatch
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from diffusers import DiffusionPipeline
 
@@ -98,7 +97,7 @@ class RequestRunner:
         default = signature_of(type(pipeline)).default("num_inference_steps")
         shared = {
             "output_type": output_type,
-            **_size(images, output_type),
+            **size_fields(images, output_type),
             "num_inference_steps": steps_of({"num_inference_steps": default} | arguments),
             "peak_memory_mb": self._platform.peak_memory_mb(self._device),
         }
@@ -145,11 +144,3 @@ class RequestRunner:
             return made[0]
         count = inputs[0].params.num_outputs_per_prompt
         return [generator for generator in made for _ in range(count)]
-
-
-def _size(images: np.ndarray | torch.Tensor, output_type: str) -> dict[str, int]:
-    """Height and width in pixels; nothing for latents, whose layout is the model's own."""
-    if output_type == "latent":
-        return {}
-    first = 2 if output_type == "pt" else 1
-    return {"height": images.shape[first], "width": images.shape[first + 1]}

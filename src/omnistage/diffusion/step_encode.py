@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from omnistage.contracts.errors import (
-    InvalidRequestError,
-    OmniError,
-    OutOfMemoryError,
-    StageLostError,
-)
+from omnistage.contracts.errors import OmniError, OutOfMemoryError, StageLostError
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command
 from omnistage.diffusion.batching import unpack
+from omnistage.diffusion.failures import no_schedule
 from omnistage.diffusion.family import StepFamily, StepRequestState
 from omnistage.diffusion.step_wave import shape_of
 
@@ -74,11 +70,7 @@ class StepEncoder:
         except Exception as error:
             return self._own_failure(error, state)
         if not bool(state.scheduler.sigmas.isfinite().all()):
-            return InvalidRequestError(
-                f"num_inference_steps: the model's {type(state.scheduler).__name__} has no "
-                f"schedule of {state.total_steps} step(s); ask for more",
-                param="num_inference_steps",
-            )
+            return no_schedule(state.scheduler)
         state.timings_s["preprocess"] = time.perf_counter() - started
         state.extra["started"] = time.perf_counter()
         rows = state.num_outputs * len(state.branches)

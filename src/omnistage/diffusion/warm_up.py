@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -44,23 +44,53 @@ class SilentContext:
         """A warm-up has no output."""
 
 
-def warm_up(
-    runner: StepRunner | RequestRunner, height: int, width: int, *, with_picture: bool, count: int
+def warm_up_steps(
+    runner: StepRunner, height: int, width: int, *, with_picture: bool, count: int
 ) -> None:
-    """Run `count` requests of that size together, without anybody to take their output: by steps as
-    far as the second one. Their prompts differ in length. A compiler takes a batch of one for a
-    special case, so run one alone and two together.
+    """Run `count` requests of that size together as far as their second step. Their prompts differ
+    in length. A compiler takes a batch of one for a special case: run one alone and two together.
 
     Raises `ConfigurationError` for a size that the model refuses.
     """
-    payloads = [
-        _payload(height, width, "warm-up " * (1 + number), with_picture=with_picture)
-        for number in range(count)
+    identities, payloads = _requests(height, width, with_picture=with_picture, count=count)
+    context = SilentContext()
+    try:
+        encode = Command(name=ENCODE, kind=ENCODE, identities=identities, data=pack(payloads))
+        for answer in unpack(runner.execute(encode, context)):
+            if isinstance(answer, OmniError):
+                raise ConfigurationError(f"warm-up at {width}x{height}: {answer.message}")
+        for step in range(2):
+            idle = {"steps": step, "keep_clean": False, "previewed": 0}
+            fields = {name: [value] * count for name, value in idle.items()}
+            data = StageData(modality=Modality.LATENT, fields=fields)
+            runner.execute(Command(name=STEP, kind=STEP, identities=identities, data=data), context)
+    finally:
+        for identity in identities:
+            runner.release(identity.key)
+
+
+def warm_up_call(
+    runner: RequestRunner, height: int, width: int, *, with_picture: bool, count: int
+) -> None:
+    """As `warm_up_steps`, by one short call of the pipeline."""
+    identities, payloads = _requests(height, width, with_picture=with_picture, count=count)
+    try:
+        runner.execute(
+            Command(name=GENERATE, identities=identities, data=pack(payloads)), SilentContext()
+        )
+    except InvalidRequestError as error:
+        message = f"warm-up at {width}x{height}: {error.message}"
+        raise ConfigurationError(message) from error
+
+
+def _requests(
+    height: int, width: int, *, with_picture: bool, count: int
+) -> tuple[tuple[RequestIdentity, ...], list[StageData]]:
+    identities = tuple(RequestIdentity(request_id=f"warm-up-{index}") for index in range(count))
+    prompts = ["warm-up " * (1 + index) for index in range(count)]
+    return identities, [
+        _payload(height, width, prompt, with_picture=with_picture) for prompt in prompts
     ]
-    if hasattr(runner, "num_states"):
-        _run_steps(runner, payloads, height, width)
-    else:
-        _run_call(runner, payloads, height, width)
 
 
 def _payload(height: int, width: int, prompt: str, *, with_picture: bool) -> StageData:
@@ -73,37 +103,3 @@ def _payload(height: int, width: int, prompt: str, *, with_picture: bool) -> Sta
         fields={"prompt": prompt, "params": msgspec.to_builtins(params)},
         tensors=picture,
     )
-
-
-def _identities(payloads: Sequence[StageData]) -> tuple[RequestIdentity, ...]:
-    return tuple(RequestIdentity(request_id=f"warm-up-{index}") for index in range(len(payloads)))
-
-
-def _run_call(runner: Any, payloads: Sequence[StageData], height: int, width: int) -> None:
-    command = Command(name=GENERATE, identities=_identities(payloads), data=pack(payloads))
-    try:
-        runner.execute(command, SilentContext())
-    except InvalidRequestError as error:
-        message = f"warm-up at {width}x{height}: {error.message}"
-        raise ConfigurationError(message) from error
-
-
-def _run_steps(runner: Any, payloads: Sequence[StageData], height: int, width: int) -> None:
-    context = SilentContext()
-    count, identities = len(payloads), _identities(payloads)
-    try:
-        encode = Command(name=ENCODE, kind=ENCODE, identities=identities, data=pack(payloads))
-        for answer in unpack(runner.execute(encode, context)):
-            if isinstance(answer, OmniError):
-                raise ConfigurationError(f"warm-up at {width}x{height}: {answer.message}")
-        for step in range(2):
-            fields = {name: [value] * count for name, value in _idle_step(step).items()}
-            data = StageData(modality=Modality.LATENT, fields=fields)
-            runner.execute(Command(name=STEP, kind=STEP, identities=identities, data=data), context)
-    finally:
-        for identity in identities:
-            runner.release(identity.key)
-
-
-def _idle_step(step: int) -> dict[str, Any]:
-    return {"steps": step, "keep_clean": False, "previewed": 0}
