@@ -100,10 +100,35 @@ def steps_of_quality(quality: str, default_steps: int) -> int:
     return max(1, round(default_steps * QUALITY_STEPS[quality]))
 
 
+class StructuredOutput(
+    msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What a generated text must be: exactly one of these. `json_schema` is a JSON schema as text,
+    `json_object` any JSON object, `regex` a regular expression for the whole text, `grammar` a
+    Lark grammar, `choice` one of some strings."""
+
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
 class OmniTokenSamplingParams(
     msgspec.Struct, kw_only=True, tag="token", omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Parameters of a token stage. Names and meanings are those of OpenAI's and vLLM's APIs."""
+    """Parameters of a token stage. Names and meanings are those of OpenAI's and vLLM's APIs.
+
+    `temperature` 0 is greedy; `top_k` 0 or -1 keeps all. `logprobs` is how many of the most likely
+    tokens to report beside the sampled one (0: that one only). `delta`: what is generated leaves as
+    it comes; False: once, at the end. `stop` strings are not part of the text unless
+    `include_stop_str_in_output`. Without a `seed` one is drawn.
+    """
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -117,9 +142,13 @@ class OmniTokenSamplingParams(
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: dict[int, float] = {}
+    structured: StructuredOutput | None = None
+    skip_special_tokens: bool = True
+    delta: bool = True
     extra_args: dict[str, Any] = {}
 
 
