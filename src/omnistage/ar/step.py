@@ -1,6 +1,8 @@
 """What the token scheduler tells its executor, and what it hears back.
 
-Commands: "prepare" (fields: "requests", a list of `StageRequest`), answered later, one outcome a
+Commands: "describe" (the first one, once): answered with fields "tokenizer" (or None), "eos_token_ids"
+(frozenset[int]), "vocab_size", "num_blocks" (block 0, the spare one, included), "block_size",
+"max_model_len" and "lag" (0 or 1); "prepare" (fields: "requests", a list of `StageRequest`), answered later, one outcome a
 request, with field "prompt": a `PreparedPrompt`; "encode" (fields: "identity"): run the encoders
 for one request's media; "step" (fields: "plan", a `StepPlan`); "collect": wait for what is still
 in flight. "step" and "collect" return field "outcomes", a list of `StepOutcome`, oldest first: an
@@ -22,7 +24,7 @@ from omnistage.contracts.sampling import OmniTokenSamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
-PREPARE, ENCODE, STEP, COLLECT = "prepare", "encode", "step", "collect"
+DESCRIBE, PREPARE, ENCODE, STEP, COLLECT = "describe", "prepare", "encode", "step", "collect"
 
 
 @dataclass(slots=True, kw_only=True)
