@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .families import FAMILIES
+from .token_families import TOKEN_FAMILIES
 
 PACKAGE = Path(__file__).parent
 REPOSITORY = PACKAGE.parents[1]
@@ -28,8 +29,9 @@ def checkpoint(name: str) -> Path:
     """
     from filelock import FileLock
 
-    family = FAMILIES[name]
-    folder = cache_root() / f"{name}-{builders_digest()}"
+    family = (FAMILIES | TOKEN_FAMILIES)[name]
+    others = "families" if name in TOKEN_FAMILIES else "token_families"
+    folder = cache_root() / f"{name}-{builders_digest(others)}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -49,12 +51,16 @@ def cache_root() -> Path:
 
 
 @cache
-def builders_digest() -> str:
+def builders_digest(others: str) -> str:
     """Changes with any builder's source and with any library that a checkpoint's bytes depend on.
 
-    `broken.py` is left out: it only copies.
+    Left out are the folder of the `others`, and `broken.py`, which only copies.
     """
-    sources = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "broken.py")
+    sources = sorted(
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "broken.py" and path.parent.name != others
+    )
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
