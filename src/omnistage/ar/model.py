@@ -26,7 +26,8 @@ class RunningSequence:
     `row` is its place in per-sequence device state (0 … max_num_seqs - 1) as long as it runs.
     `token_ids` are the prompt's and every token that has reached the host. `position_delta` is
     added to a decode step's index to get its position (M-RoPE). `media` are the encoders' results
-    by item index. `own` is the model's.
+    by item index. `own` is the model's, for as long as the sequence lives (also over a preemption).
+    `seed` is the scheduler's (`SequenceStart.seed`).
     """
 
     prompt: PreparedPrompt
@@ -37,6 +38,7 @@ class RunningSequence:
     media: dict[int, Any] = field(default_factory=dict)
     input_complete: bool = True
     own: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +104,12 @@ class TokenModel(Protocol):
         """A sequence gets its row: make its device state. Called again after a preemption."""
 
     def append(self, sequence: RunningSequence, data: StageData) -> None:
-        """Streamed input for a running sequence."""
+        """Streamed input for a running sequence, once in its life: `begin` after a preemption does
+        not bring it again."""
+
+    def finish_input(self, sequence: RunningSequence) -> None:
+        """No more input will come: called once, after `begin` and the last `append` and before the
+        first step whose row says so."""
 
     def chunk_positions(self, sequence: RunningSequence, start: int, count: int) -> torch.Tensor:
         """(position_rows, count) int64 on the host."""
