@@ -26,6 +26,18 @@ def diffusion_pipeline(**changes: Any) -> PipelineConfig:
     return PipelineConfig(model_type="one_stage", stages=(stage,), **changes)
 
 
+def token_pipeline(kind: ExecutionType = ExecutionType.LLM_AR) -> PipelineConfig:
+    stage = StageConfig(
+        stage_id=0,
+        name="writer",
+        execution_type=kind,
+        runtime="tests.config.pipelines:runtime",
+        final_output=True,
+        output_modality=Modality.TEXT,
+    )
+    return PipelineConfig(model_type="one_stage", stages=(stage,))
+
+
 def two_stage_pipeline(**changes: Any) -> PipelineConfig:
     thinker = StageConfig(
         stage_id=0,

@@ -87,7 +87,7 @@ def test_the_annotated_file_spells_out_the_defaults() -> None:
     path = Path(omnistage.__file__).parent / "deploys" / "separate_processes.yaml"
     spelled = resolve(two_stage_pipeline(), yaml=path.read_text())
     assert spelled == resolve(two_stage_pipeline())
-    optional = {"devices", "default_sampling_params", "options"}
+    optional = {"devices", "max_num_seqs", "default_sampling_params", "options"}
     optional |= {name for name in STAGE_KEYS if name.endswith("_parallel_size")}
     assert set(load_deploy("separate_processes").stage_defaults) == set(STAGE_KEYS) - optional
 

@@ -10,7 +10,7 @@ import pytest
 from omnistage.config.resolved import EngineLimits, ResolvedStage
 from omnistage.config.schema import DEPLOYMENT_KEYS, LIMIT_KEYS, STAGE_KEYS
 from omnistage.contracts.errors import ConfigurationError
-from tests.config.pipelines import diffusion_pipeline, resolve, two_stage_pipeline
+from tests.config.pipelines import diffusion_pipeline, resolve, token_pipeline, two_stage_pipeline
 
 YAML_ALL = "max_num_seqs: 2"
 YAML_ONE = "max_num_seqs: 2\nstages: [{stage_id: 1, max_num_seqs: 3}]"
@@ -71,7 +71,20 @@ def test_a_device_given_above_replaces_devices_given_below() -> None:
     )
 
 
+TOKEN_SAMPLES: dict[str, tuple[Any, str, Any]] = {
+    "max_num_batched_tokens": (64, "max_num_batched_tokens", 64),
+    "max_model_len": (128, "max_model_len", 128),
+    "gpu_memory_utilization": (0.5, "gpu_memory_utilization", 0.5),
+    "kv_cache_gib": (2, "kv_cache_gib", 2.0),
+    "block_size": (8, "block_size", 8),
+    "enable_prefix_caching": (False, "enable_prefix_caching", False),
+    "enable_chunked_prefill": (False, "enable_chunked_prefill", False),
+    "async_chunk": (False, "async_chunk", False),
+    "fuse_layers": (False, "fuse_layers", False),
+}
+
 SAMPLES: dict[str, tuple[Any, str, Any]] = {
+    **TOKEN_SAMPLES,
     "device": ("cuda", "devices", ("cuda:0",)),
     "devices": (["cuda:1"], "devices", ("cuda:1",)),
     "num_replicas": (2, "num_replicas", 2),
@@ -112,8 +125,9 @@ def test_every_stage_key_reaches_the_resolved_stage(key: str) -> None:
     value, path, expected = SAMPLES[key]
     gpus = tuple(f"cuda:{index}" for index in range(4))
     base = {"device": "cpu"} if key not in ("device", "devices") else {}
-    (before,) = resolve(accelerators=(), **base).stages
-    (after,) = resolve(accelerators=gpus, **base, **{key: value}).stages
+    pipeline = token_pipeline() if key in TOKEN_SAMPLES else diffusion_pipeline()
+    (before,) = resolve(pipeline, accelerators=(), **base).stages
+    (after,) = resolve(pipeline, accelerators=gpus, **base, **{key: value}).stages
     assert reach(after, path) == expected
     if "." not in path or path.split(".")[0] in ("restart", "parallel"):
         assert reach(before, path) != expected
@@ -158,7 +172,12 @@ def test_defaults_without_any_layer() -> None:
     assert config.served_model_name == "some/model"
     assert config.limits == EngineLimits()
     expected = [
-        ResolvedStage(stage=stage, model_path="/models/some", process=f"stage-{stage.stage_id}")
+        ResolvedStage(
+            stage=stage,
+            model_path="/models/some",
+            process=f"stage-{stage.stage_id}",
+            max_num_seqs=(16, 1)[stage.stage_id],
+        )
         for stage in config.pipeline.stages
     ]
     assert list(config.stages) == expected

@@ -1,12 +1,19 @@
 """What the token scheduler tells its executor, and what it hears back.
 
-Commands: "describe" (the first one, once): answered with fields "tokenizer" (or None), "eos_token_ids"
-(frozenset[int]), "vocab_size", "num_blocks" (block 0, the spare one, included), "block_size",
-"max_model_len" and "lag" (0 or 1); "prepare" (fields: "requests", a list of `StageRequest`), answered later, one outcome a
-request, with field "prompt": a `PreparedPrompt`; "encode" (fields: "identity"): run the encoders
-for one request's media; "step" (fields: "plan", a `StepPlan`); "collect": wait for what is still
-in flight. "step" and "collect" return field "outcomes", a list of `StepOutcome`, oldest first: an
-executor with `lag` 1 returns the outcome of the step before, so that a device always has work.
+Commands: "describe" (the first one, once): answered with fields "tokenizer" (or None),
+"eos_token_ids" (frozenset[int]), "vocab_size", "num_blocks" (block 0, the spare one, included),
+"block_size", "max_model_len" and "lag" (0 or 1); "prepare" (fields: "requests", a list of
+`StageRequest`), answered later, one outcome a request, with field "prompt": a `PreparedPrompt`, and
+"grammar": the compiled one where the parameters ask for structured output; "encode" (fields:
+"identity", "prompt"): run the encoders for one request's media; "step" (fields: "plan", a
+`StepPlan`); "collect": wait for what is still in flight, if anything is. "step" and "collect"
+return field "outcomes", a list of `StepOutcome`, oldest first: an executor with `lag` 1 returns the
+outcome of the step before, so that a device always has work. After one of them has raised, nothing
+is in flight and what was has no outcome.
+
+A row that `wants_payload` has exactly one late outcome (`finish_later`), in order of its sequence's
+rows, also when its token turns out to be beyond the end. Tensors of the same name are joined along
+dimension 0 where several rows leave as one emission.
 These objects stay in one process: the token runtime runs on one rank.
 """
 
@@ -45,10 +52,11 @@ class StepRow:
     since this sequence's last row, else None. `samples`: the last position's logits are sampled.
     `decodes`: the one position is fed with the token that this sequence sampled last, which may
     still be on the device only. After a preemption a sequence starts over at the first position
-    that is not cached: the executor knows its tokens. `appended` is streamed input that arrived
-    since the last row, `input_complete` says that it was the last. `bitmask` (int32, one bit a
-    token of the vocabulary, set = allowed) constrains this sample. `wants_payload`: what later
-    stages need of this row is built and delivered.
+    that is not cached, in the same device row: its next row has `restart`, all its tokens so far
+    (prompt and generated), and nothing of it is in flight then. `appended` is streamed input that
+    arrived since the last row, `input_complete` says that it was the last. `bitmask` (int32, one
+    bit a token of the vocabulary, set = allowed) constrains this sample. `wants_payload`: what
+    later stages need of this row is built and delivered.
     """
 
     identity: RequestIdentity
@@ -58,6 +66,7 @@ class StepRow:
     decodes: bool
     blocks: list[int] | None = None
     begin: SequenceStart | None = None
+    restart: list[int] | None = None
     appended: tuple[StageData, ...] = ()
     input_complete: bool = True
     bitmask: np.ndarray | None = None

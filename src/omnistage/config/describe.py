@@ -16,6 +16,9 @@ _DETAILS = (
     ("dtype", "memory_budget_gib", "offload", "enforce_eager"),
     ("max_num_seqs", "output_window", "connector", "shm_threshold_bytes"),
     ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output"),
+    ("max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "async_chunk"),
+    ("kv_cache_gib", "gpu_memory_utilization", "block_size", "enable_prefix_caching"),
+    ("fuse_layers",),
     ("init_timeout_s", "heartbeat_timeout_s"),
 )
 

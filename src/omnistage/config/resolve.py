@@ -22,7 +22,7 @@ from omnistage.config.resolved import (
     ResolvedStage,
     RestartPolicy,
 )
-from omnistage.config.schema import DIFFUSION_KEYS, PARALLEL_KEYS, STAGE_KEYS
+from omnistage.config.schema import KEYS_OF_KINDS, PARALLEL_KEYS, STAGE_KEYS
 from omnistage.config.settings import check_stage_ids, deployment_settings, stage_settings
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.contracts.sampling import (
@@ -89,20 +89,22 @@ def resolve_config(
 def _values(
     pipeline: PipelineConfig, layers: Sequence[Layer], stage: StageConfig
 ) -> dict[str, Any]:
-    """The stage's settings. Those of diffusion stages are an error at another kind of stage, and
-    left out there when they are given for the whole deployment."""
+    """The stage's settings. Those of another kind of stage are an error when they are given for
+    this one, and left out when they are given for the whole deployment."""
     settings = stage_settings(pipeline, layers, stage.stage_id)
     values = {name: setting.value for name, setting in settings.items()}
-    if stage.execution_type is ExecutionType.DIFFUSION:
-        return values
-    for layer in layers:
-        for name in DIFFUSION_KEYS:
-            if name in layer.stages.get(stage.stage_id, {}):
-                raise ConfigurationError(
-                    f"{layer.origin}: {name} is for diffusion stages, but stage {stage.stage_id} "
-                    f"({stage.name}) is of kind {stage.execution_type.value}"
-                )
-    return {name: value for name, value in values.items() if name not in DIFFUSION_KEYS}
+    for names, kinds, execution_types in KEYS_OF_KINDS:
+        if stage.execution_type in execution_types:
+            continue
+        for name in names:
+            values.pop(name, None)
+            for layer in layers:
+                if name in layer.stages.get(stage.stage_id, {}):
+                    raise ConfigurationError(
+                        f"{layer.origin}: {name} is for {kinds}, but stage {stage.stage_id} "
+                        f"({stage.name}) is of kind {stage.execution_type.value}"
+                    )
+    return values
 
 
 def _check_pipeline_name(
@@ -129,23 +131,31 @@ def _resolve_stage(
     plain = {
         STAGE_KEYS[key].attribute or key: values[key] for key in _PLAIN_STAGE_KEYS if key in values
     }
+    devices = resolve_devices(
+        stage_id=stage.stage_id,
+        device=values.get("device", "auto"),
+        devices=values.get("devices"),
+        ranks=parallel.world_size,
+        replicas=replicas,
+        accelerators=accelerators,
+    )
+    plain.setdefault("max_num_seqs", _default_max_num_seqs(stage, devices))
     return ResolvedStage(
         stage=stage,
         model_path=model_path,
         process=process,
         parallel=parallel,
-        devices=resolve_devices(
-            stage_id=stage.stage_id,
-            device=values.get("device", "auto"),
-            devices=values.get("devices"),
-            ranks=parallel.world_size,
-            replicas=replicas,
-            accelerators=accelerators,
-        ),
+        devices=devices,
         restart=restart,
         operation_limits_s=DEFAULT_OPERATION_LIMITS_S | values.get("operation_limits", {}),
         **plain,
     )
+
+
+def _default_max_num_seqs(stage: StageConfig, devices: Sequence[str]) -> int:
+    if stage.execution_type is ExecutionType.LLM_AR:
+        return 16 if devices[0] == "cpu" else 32
+    return 8 if stage.execution_type is ExecutionType.LLM_GENERATION else 1
 
 
 def _process(stage: StageConfig, process: str, parallel: ParallelConfig, replicas: int) -> str:

@@ -74,6 +74,12 @@ class ResolvedStage:
     unacknowledged. `memory_budget_gib` bounds what the weights of a
     rank take; None means no bound. `step_execution`, `request_batch_max_wait_ms` and
     `diffusion_streaming_output` are for diffusion stages.
+
+    Of token stages: `max_num_batched_tokens` bounds the tokens of one step, `max_model_len` a
+    sequence (None: the model's own bound). Keys and values get `kv_cache_gib`; None: what is left
+    of `gpu_memory_utilization` (a fraction of the device's memory) on a GPU, 1 GiB on a CPU.
+    `block_size` is in tokens, None chosen by device. `async_chunk` false: a stage waits for all of
+    its input.
     """
 
     stage: StageConfig
@@ -93,6 +99,15 @@ class ResolvedStage:
     step_execution: bool = False
     request_batch_max_wait_ms: float = 0.0
     diffusion_streaming_output: bool = False
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_chunk: bool = True
+    fuse_layers: bool = True
     init_timeout_s: float = 300.0
     heartbeat_timeout_s: float = 30.0
     operation_limits_s: dict[str, float] = field(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from omnistage.config.pipeline import ExecutionType
 from omnistage.config.resolved import DEFAULT_OPERATION_LIMITS_S
 
 SCHEMA_VERSION = 1
@@ -96,6 +97,31 @@ STAGE_KEYS = {
     "diffusion_streaming_output": Key(
         type=bool, meaning="diffusion: show previews to who asks; turns on step_execution"
     ),
+    "max_num_batched_tokens": Key(type=Count, meaning="tokens: most tokens that one step computes"),
+    "max_model_len": Key(
+        type=Count | None,
+        meaning="tokens: longest prompt and answer together; null: the model's own bound",
+    ),
+    "gpu_memory_utilization": Key(
+        type=Annotated[float, Meta(gt=0, le=1)],
+        meaning="tokens: fraction of a GPU's memory that the stage may fill, KV cache included",
+    ),
+    "kv_cache_gib": Key(
+        type=Gibibytes | None,
+        meaning="tokens: size of the KV cache (GiB); null: from gpu_memory_utilization, 1 on a CPU",
+    ),
+    "block_size": Key(
+        type=Annotated[int, Meta(ge=1, le=1024)] | None,
+        meaning="tokens: positions in one block of the KV cache; null: chosen by device",
+    ),
+    "enable_prefix_caching": Key(type=bool, meaning="tokens: reuse the KV cache of equal prefixes"),
+    "enable_chunked_prefill": Key(
+        type=bool, meaning="tokens: long prompts are computed in parts, beside decode steps"
+    ),
+    "async_chunk": Key(
+        type=bool, meaning="start on partial input from the stage before; off: wait for all of it"
+    ),
+    "fuse_layers": Key(type=bool, meaning="tokens: fuse projections and compile blocks on a GPU"),
     "init_timeout": Key(
         type=Seconds, meaning="seconds a replica may take to load", attribute="init_timeout_s"
     ),
@@ -125,7 +151,27 @@ STAGE_KEYS = {
 }
 
 DIFFUSION_KEYS = ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output")
-"""Set for a whole deployment they are for its diffusion stages; set for another stage, an error."""
+TOKEN_KEYS = (
+    "max_num_batched_tokens",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "kv_cache_gib",
+    "block_size",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "fuse_layers",
+)
+KEYS_OF_KINDS: tuple[tuple[tuple[str, ...], str, tuple[ExecutionType, ...]], ...] = (
+    (DIFFUSION_KEYS, "diffusion stages", (ExecutionType.DIFFUSION,)),
+    (TOKEN_KEYS, "token stages", (ExecutionType.LLM_AR,)),
+    (
+        ("async_chunk",),
+        "token and generation stages",
+        (ExecutionType.LLM_AR, ExecutionType.LLM_GENERATION),
+    ),
+)
+"""Keys for stages of some kinds only: (keys, name of the kinds, kinds). Set for a whole deployment
+they are for its stages of those kinds; set for another stage, an error."""
 
 PARALLEL_KEYS = tuple(name for name in STAGE_KEYS if name.endswith("_parallel_size"))
 

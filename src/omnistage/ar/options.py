@@ -1,0 +1,113 @@
+"""What a deployment may set on a token stage, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omnistage.config.checks import suggestion
+from omnistage.config.pipeline import ENTRY
+from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
+from omnistage.contracts.modalities import Modality
+
+if TYPE_CHECKING:
+    from omnistage.config.resolved import ResolvedStage
+
+_STAGE_FIELDS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "kv_cache_gib",
+    "block_size",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "async_chunk",
+    "fuse_layers",
+    "default_sampling_params",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """A token stage: its keys (see `ResolvedStage`) and its `options`.
+
+    Of `options`: `token_model` names the `TokenModelFactory` ("package.module:Name");
+    `feeds_stages` says that later stages read what this one emits, and `emits_payload` that they
+    need tensors of it beside its tokens; `max_queued_requests` bounds how many may wait;
+    `model` is the model's own, a mapping that only its factory reads. `entry` and
+    `output_modality` come from the topology.
+    """
+
+    token_model: str
+    feeds_stages: bool = False
+    emits_payload: bool = False
+    max_queued_requests: int = 4096
+    model: dict[str, Any] = field(default_factory=dict)
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_chunk: bool = True
+    fuse_layers: bool = True
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)
+    entry: bool = True
+    output_modality: Modality = Modality.TEXT
+
+
+_OPTION_TYPES: dict[str, tuple[type, str]] = {
+    "token_model": (str, 'an import string "package.module:Name"'),
+    "feeds_stages": (bool, "true or false"),
+    "emits_payload": (bool, "true or false"),
+    "max_queued_requests": (int, "a positive integer"),
+    "model": (dict, "a mapping"),
+}
+
+
+def read_token_options(stage: ResolvedStage) -> TokenOptions:
+    """Raises `ConfigurationError` for an unknown option (naming the nearest), a wrong value or none
+    where one is needed, and `UnsupportedCombinationError` for keys that exclude each other."""
+    for name, value in stage.options.items():
+        _check_option(stage, name, value)
+    if "token_model" not in stage.options:
+        raise ConfigurationError(
+            f"stage {stage.stage_id} ({stage.name}): option token_model is missing; it names "
+            "the model of the stage and is set by the model's folder"
+        )
+    options = TokenOptions(
+        **stage.options,
+        **{name: getattr(stage, name) for name in _STAGE_FIELDS},
+        entry=ENTRY in stage.stage.input_sources,
+        output_modality=stage.stage.output_modality,
+    )
+    _check_combination(stage, options)
+    return options
+
+
+def _check_option(stage: ResolvedStage, name: str, value: Any) -> None:
+    if name not in _OPTION_TYPES:
+        raise ConfigurationError(
+            f"unknown option {name!r} of token stage {stage.stage_id}; "
+            f"{suggestion(name, _OPTION_TYPES)}"
+        )
+    kind, what = _OPTION_TYPES[name]
+    if type(value) is not kind or (kind is int and value < 1):
+        raise ConfigurationError(f"option {name} must be {what}, got {value!r}")
+
+
+def _check_combination(stage: ResolvedStage, options: TokenOptions) -> None:
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise UnsupportedCombinationError(
+            f"stage {stage.stage_id}: max_num_batched_tokens is {options.max_num_batched_tokens}, "
+            f"less than max_num_seqs {options.max_num_seqs}: not every running request could "
+            "decode in one step; raise the one or lower the other",
+            param="max_num_batched_tokens",
+        )
+    if options.emits_payload and not options.feeds_stages:
+        raise ConfigurationError(
+            f"stage {stage.stage_id}: emits_payload needs feeds_stages: nobody else reads it"
+        )
