@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from omnistage.api import media
-from omnistage.api.media import PictureSource, decode_picture, read_data_url, read_local_file
+from omnistage.api.media import PictureSource, decode_picture
+from omnistage.api.media_bytes import FileSource, read_data_url, read_local_file
 from omnistage.api.media_fetch import MediaFetcher
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
@@ -200,7 +201,7 @@ def workers() -> Iterator[MediaWorkers]:
 
 
 def source(settings: ApiSettings, workers: MediaWorkers) -> PictureSource:
-    return PictureSource(settings, workers, MediaFetcher(settings))
+    return PictureSource(settings, workers, FileSource(settings, workers, MediaFetcher(settings)))
 
 
 async def test_the_bounds_hold_for_all_pictures_of_a_request(workers: MediaWorkers) -> None:
@@ -219,7 +220,9 @@ async def test_pictures_that_take_too_long_end(workers: MediaWorkers) -> None:
             raise AssertionError
 
     settings = ApiSettings(media_timeout_s=0.02)
-    pictures = PictureSource(settings, workers, StuckFetcher(settings))
+    pictures = PictureSource(
+        settings, workers, FileSource(settings, workers, StuckFetcher(settings))
+    )
     with pytest.raises(InvalidRequestError, match="did not arrive"):
         await pictures.from_urls([("a", "https://example.org/a.png")])
 

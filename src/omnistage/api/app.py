@@ -14,7 +14,10 @@ from omnistage.api.context import AppContext
 from omnistage.api.errors import install_error_handlers
 from omnistage.api.lifecycle import Lifecycle
 from omnistage.api.media import PictureSource
+from omnistage.api.media_audio import AudioSource
+from omnistage.api.media_bytes import FileSource
 from omnistage.api.media_fetch import MediaFetcher
+from omnistage.api.media_video import VideoSource
 from omnistage.api.middleware.auth import AuthMiddleware
 from omnistage.api.middleware.body_limit import BodyLimitMiddleware
 from omnistage.api.middleware.request_scope import RequestScopeMiddleware
@@ -46,6 +49,8 @@ def create_app(
     """
     workers = MediaWorkers(threads=settings.media_threads, max_pending=settings.max_pending_decodes)
 
+    files = FileSource(settings, workers, fetcher or MediaFetcher(settings))
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
@@ -59,7 +64,9 @@ def create_app(
         engine=engine,
         settings=settings,
         workers=workers,
-        pictures=PictureSource(settings, workers, fetcher or MediaFetcher(settings)),
+        pictures=PictureSource(settings, workers, files),
+        sounds=AudioSource(settings, workers, files),
+        videos=VideoSource(settings, workers, files),
         lifecycle=lifecycle or Lifecycle(),
     )
     app.include_router(operations.router)

@@ -68,7 +68,7 @@ def media_type(audio_format: AudioFormat) -> str:
 
 
 def encoded_rate_hz(audio_format: AudioFormat, sample_rate: int) -> int:
-    """The rate a file of that format gets: the samples' own where it can, or else the next above."""
+    """The rate a file of that format gets: the samples' own where it can, or the next above."""
     rates_hz = _PACKINGS[audio_format].rates_hz
     if not rates_hz or sample_rate in rates_hz:
         return sample_rate

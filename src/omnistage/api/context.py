@@ -9,6 +9,8 @@ from fastapi import Request
 
 from omnistage.api.lifecycle import Lifecycle
 from omnistage.api.media import PictureSource
+from omnistage.api.media_audio import AudioSource
+from omnistage.api.media_video import VideoSource
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
 from omnistage.contracts.errors import InvalidRequestError, NotFoundError
@@ -24,6 +26,8 @@ class AppContext:
     settings: ApiSettings
     workers: MediaWorkers
     pictures: PictureSource
+    sounds: AudioSource
+    videos: VideoSource
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property

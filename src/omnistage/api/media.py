@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import io
-import os
-import stat
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from omnistage.api.media_fetch import MediaFetcher
+from omnistage.api.media_bytes import FileSource
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
 from omnistage.contracts.errors import InvalidRequestError, OmniError, PayloadTooLargeError
@@ -73,17 +67,17 @@ def to_mask(picture: Image.Image) -> Image.Image:
 class PictureSource:
     """Reads the pictures of a request, one after another, within the bounds for one and for all."""
 
-    def __init__(self, settings: ApiSettings, workers: MediaWorkers, fetcher: MediaFetcher) -> None:
+    def __init__(self, settings: ApiSettings, workers: MediaWorkers, files: FileSource) -> None:
         self._settings = settings
         self._workers = workers
-        self._fetcher = fetcher
+        self._files = files
 
     async def from_urls(self, urls: Sequence[tuple[str, str]]) -> list[Image.Image]:
         """`urls` are pairs of parameter name and `data:`, `https:` or `file:` URL."""
         try:
             async with asyncio.timeout(self._settings.media_timeout_s):
                 return await self._read_all(
-                    [(param, partial(self._load, url)) for param, url in urls]
+                    [(param, partial(self._files.load, url)) for param, url in urls]
                 )
         except TimeoutError as error:
             raise InvalidRequestError(
@@ -130,67 +124,3 @@ class PictureSource:
             raise PayloadTooLargeError(
                 f"the input pictures together have more than {self._settings.max_body_bytes} bytes"
             )
-
-    async def _load(self, url: str) -> bytes:
-        scheme = url.partition(":")[0].lower()
-        if scheme == "data":
-            return await self._workers.run_bounded(
-                read_data_url, url, max_bytes=self._settings.max_media_bytes
-            )
-        if scheme == "file":
-            return await self._workers.run_bounded(
-                read_local_file,
-                url,
-                root=self._settings.allowed_local_media_path,
-                max_bytes=self._settings.max_media_bytes,
-            )
-        return await self._fetcher.fetch(url, max_bytes=self._settings.max_media_bytes)
-
-
-def read_data_url(url: str, *, max_bytes: int) -> bytes:
-    """The bytes of `data:image/…;base64,…`."""
-    header, comma, payload = url.partition(",")
-    if not comma or not header.lower().endswith(";base64"):
-        raise InvalidRequestError('a data URL must read "data:image/<format>;base64,<data>"')
-    if len(payload) > (max_bytes + 2) // 3 * 4:
-        raise PayloadTooLargeError(f"the picture in the data URL has more than {max_bytes} bytes")
-    try:
-        return base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequestError("the data URL holds no valid base64 data") from error
-
-
-def read_local_file(url: str, *, root: Path | None, max_bytes: int) -> bytes:
-    """A regular file below `root`, symlinks followed before that is judged."""
-    if root is None:
-        raise InvalidRequestError(
-            "file: URLs are off (the operator can start the server with --allowed-local-media-path)"
-        )
-    path = _path_below(url, root.resolve())
-    try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidRequestError("the file: URL names no regular file")
-            if status.st_size > max_bytes:
-                raise PayloadTooLargeError(
-                    f"the file has {status.st_size} bytes; at most {max_bytes} are taken"
-                )
-            return file.read(max_bytes + 1)
-    except OSError as error:
-        raise InvalidRequestError("the file: URL names no readable file") from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _path_below(url: str, root: Path) -> Path:
-    try:
-        parts = urlsplit(url)
-        path = Path(unquote(parts.path, errors="strict")).resolve()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise InvalidRequestError("the file: URL is malformed") from error
-    if parts.netloc not in ("", "localhost") or not path.is_relative_to(root):
-        raise InvalidRequestError("the file: URL lies outside of the directory that is allowed")
-    return path

@@ -1,4 +1,4 @@
-"""Fetching pictures from URLs that strangers wrote.
+"""Fetching pictures, sounds and videos from URLs that strangers wrote.
 
 Every connection, also after a redirect, goes to an address that was checked and to no other: the
 name is resolved once, all its addresses must pass, and the socket is opened to the number, while
@@ -130,7 +130,7 @@ class MediaFetcher:
                     return answer
                 url = answer
         raise InvalidRequestError(
-            f"the picture's URL redirects more than {self._settings.max_redirects} times"
+            f"the URL redirects more than {self._settings.max_redirects} times"
         )
 
     async def _one_hop(
@@ -146,7 +146,7 @@ class MediaFetcher:
                 return await _read_answer(response, url, max_bytes)
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
             raise InvalidRequestError(
-                f"the picture at {parts.netloc!a} could not be fetched: {type(error).__name__}"
+                f"the file at {parts.netloc!a} could not be fetched: {type(error).__name__}"
             ) from error
 
     def _checked_url(self, url: str) -> SplitResult:
@@ -156,17 +156,17 @@ class MediaFetcher:
             parts = urlsplit(url)
             _ = parts.port
         except ValueError as error:
-            raise InvalidRequestError("the picture's URL is malformed") from error
+            raise InvalidRequestError("the URL is malformed") from error
         allowed = ("https", "http") if self._settings.allow_http_media else ("https",)
         if parts.scheme not in allowed:
             raise InvalidRequestError(
-                f"the picture's URL has the scheme {parts.scheme!a}; fetched are: "
+                f"the URL has the scheme {parts.scheme!a}; fetched are: "
                 f"{', '.join(allowed)}{_HTTP_HINT if parts.scheme == 'http' else ''}"
             )
         if parts.username is not None or parts.password is not None:
-            raise InvalidRequestError("the picture's URL holds credentials; leave them out")
+            raise InvalidRequestError("the URL holds credentials; leave them out")
         if not parts.hostname:
-            raise InvalidRequestError("the picture's URL names no host")
+            raise InvalidRequestError("the URL names no host")
         return parts
 
 
@@ -182,7 +182,7 @@ def _to_httpcore(parts: SplitResult) -> httpcore.URL:
         )
     except UnicodeError as error:
         raise InvalidRequestError(
-            "the picture's URL holds characters that must be percent-encoded"
+            "the URL holds characters that must be percent-encoded"
         ) from error
 
 
@@ -193,7 +193,7 @@ def _headers(target: httpcore.URL) -> list[tuple[bytes, bytes]]:
     return [
         (b"Host", host),
         (b"User-Agent", f"omnistage/{__version__}".encode()),
-        (b"Accept", b"image/*"),
+        (b"Accept", b"image/*, audio/*, video/*"),
         (b"Accept-Encoding", b"identity"),
     ]
 
@@ -203,12 +203,12 @@ async def _read_answer(response: httpcore.Response, url: str, max_bytes: int) ->
     if response.status in _REDIRECTS and b"location" in headers:
         return urljoin(url, headers[b"location"].decode("latin-1"))
     if response.status != 200:
-        raise InvalidRequestError(f"the picture's server answered with status {response.status}")
+        raise InvalidRequestError(f"the URL's server answered with status {response.status}")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise InvalidRequestError("the picture's server sent a compressed answer unasked")
+        raise InvalidRequestError("the URL's server sent a compressed answer unasked")
     data = bytearray()
     async for chunk in response.aiter_stream():
         data += chunk
         if len(data) > max_bytes:
-            raise PayloadTooLargeError(f"the picture at the URL has more than {max_bytes} bytes")
+            raise PayloadTooLargeError(f"the file at the URL has more than {max_bytes} bytes")
     return bytes(data)

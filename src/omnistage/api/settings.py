@@ -21,6 +21,11 @@ class ApiSettings:
     requests together. `max_input_*` and `max_media_bytes` hold for one
     input picture, `max_total_input_pixels` and `max_body_bytes` for all pictures of a request.
     `media_timeout_s` bounds the fetching of all of them together, redirects included.
+
+    Sounds arrive at the model with `input_audio_rate_hz`; `max_input_audio_s` holds for all sounds
+    of a request together. Of a video, `video_fps` frames a second are taken, at most
+    `max_video_frames` spread evenly, each scaled down to `video_frame_pixels`; its file may hold
+    `max_video_file_frames`. `media_decode_timeout_s` bounds the reading of one sound or video.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -36,7 +41,16 @@ class ApiSettings:
     max_input_pixels: int = MAX_GENERATED_PIXELS
     max_total_input_pixels: int = 4 * MAX_GENERATED_PIXELS
     max_media_bytes: int = 32 * MIB
+    max_input_audios: int = 16
+    max_input_audio_s: float = 300.0
+    input_audio_rate_hz: int = 16_000
+    max_input_videos: int = 4
+    video_fps: float = 2.0
+    max_video_frames: int = 128
+    max_video_file_frames: int = 20_000
+    video_frame_pixels: int = 768 * 32 * 32
     media_timeout_s: float = 20.0
+    media_decode_timeout_s: float = 30.0
     max_redirects: int = 3
     allow_http_media: bool = False
     allow_private_media: bool = False
