@@ -1,0 +1,216 @@
+"""Qwen3-Omni's codec decoder in pieces that are, put together, its one-pass decode.
+
+transformers' `Qwen3OmniMoeCode2Wav` runs unmodified. Hooks on its leaves carry what a piece needs
+of those before: keys and values of the attention window, the left context of causal convolutions,
+one column of each overlapping transposed convolution. The last kind makes output late: a first
+piece is `lag` samples short, and as in one pass no tail follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from omnistage.ar.generation.causal_convs import CausalConvs, Place, StreamStep
+from omnistage.ar.generation.codec import CodecStream
+from omnistage.ar.generation.state_pool import StatePool
+from omnistage.contracts.identity import RequestKey
+from omnistage.models.qwen3_omni.code2wav_gate import check_modules, is_kind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import Qwen3OmniMoeCode2Wav
+
+SAMPLE_RATE = 24_000
+"""Hz; no configuration of the checkpoint says it."""
+
+_KEYS_VALUES = "keys_values"
+
+
+class StreamedCode2Wav:
+    """A `CodecModel`. `module` keeps its own `forward`, which still decodes in one pass.
+
+    State of one stream of the released model: 8 layers x 2 x 71 x 1024 keys and values and 133,440
+    numbers of convolution context, 5.2 MB in float32, whatever its length.
+    """
+
+    sample_rate = SAMPLE_RATE
+
+    def __init__(self, module: Qwen3OmniMoeCode2Wav, *, device: str, max_streams: int) -> None:
+        """Raises `UnsupportedCombinationError` for a module that is not what this file knows."""
+        check_modules(module)
+        config = module.config
+        self.module = module
+        self.num_codebooks = config.num_quantizers
+        self.codebook_size = config.codebook_size
+        self.max_streams = max_streams
+        self.samples_per_frame = int(module.total_upsample)
+        self.window = config.sliding_window
+        self._device = device
+        self._pool = StatePool(max_streams, device)
+        self._convs = CausalConvs()
+        self.lag = self._follow_convolutions()
+        self._follow_attention()
+
+    @property
+    def bytes_per_stream(self) -> int:
+        return self._pool.bytes_per_stream
+
+    @property
+    def num_streams(self) -> int:
+        return self._pool.num_taken
+
+    def begin(self, key: RequestKey) -> CodecStream:
+        return CodecStream(key=key, row=self._pool.take_row())
+
+    def release(self, stream: CodecStream) -> None:
+        self._pool.free_row(stream.row)
+
+    def decode(
+        self, streams: Sequence[CodecStream], codes: torch.Tensor, frames: Sequence[int]
+    ) -> list[torch.Tensor]:
+        import torch
+
+        rows = torch.tensor([stream.row for stream in streams]).to(self._device, non_blocking=True)
+        before = torch.tensor([stream.frames for stream in streams])
+        waves = self.step(rows, before.to(self._device, non_blocking=True), codes)
+        pieces = []
+        for stream, wave, count in zip(streams, waves, frames, strict=True):
+            first = max(0, self.lag - stream.frames * self.samples_per_frame)
+            pieces.append(wave[first : count * self.samples_per_frame])
+            stream.frames += count
+        return pieces
+
+    def step(self, rows: torch.Tensor, before: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """rows (B,), before (B,) frames decoded, codes (B, k, num_codebooks), all int64 on the
+        device → float32 (B, k x samples_per_frame), `lag` samples late. Capturable at fixed shapes.
+        """
+        import torch
+
+        step = StreamStep(before=before, read=self._pool.read(rows))
+        with self._convs.during(step), torch.no_grad():
+            waves = self.module(codes.transpose(1, 2))
+            self._pool.write(rows, step.written)
+        return waves[:, 0].float()
+
+    def finish(self, stream: CodecStream) -> torch.Tensor:
+        import torch
+
+        return torch.empty(0, device=self._device)
+
+    def transform_in_pieces(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The transformer alone, of one stream: hidden states (1, k, hidden_size), piece by piece,
+        → all of them. Touches no stream's state."""
+        import torch
+
+        shape = self._pool.tensors[_KEYS_VALUES].shape[1:]
+        state = torch.zeros((1, *shape), dtype=pieces[0].dtype, device=self._device)
+        before = torch.zeros(1, dtype=torch.int64, device=self._device)
+        done = []
+        for piece in pieces:
+            step = StreamStep(before=before, read={_KEYS_VALUES: state})
+            with self._convs.during(step), torch.no_grad():
+                done.append(self.module.pre_transformer(inputs_embeds=piece).last_hidden_state)
+            state, before = step.written[_KEYS_VALUES], before + piece.shape[1]
+        return torch.cat(done, dim=1)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "codec": type(self.module).__name__,
+            "sample_rate": self.sample_rate,
+            "samples_per_frame": self.samples_per_frame,
+            "lag_samples": self.lag,
+            "state_bytes_per_stream": self.bytes_per_stream,
+            "max_streams": self.max_streams,
+        }
+
+    def close(self) -> None:
+        self._convs.close()
+        self._attention_handle.remove()
+        self._pool.tensors.clear()
+
+    def _follow_convolutions(self) -> int:
+        """Modules run in the order in which they are registered; the probe at load proves it."""
+        place = Place()
+        dtype = self.module.dtype
+        for name, part in self.module.named_modules():
+            if is_kind(part, "CausalConvNet") and part.padding:
+                self._pool.add(name, (part.conv.in_channels, part.padding), dtype)
+                self._convs.follow(name, part.conv, part.padding, place)
+            elif is_kind(part, "CausalTransConvNet"):
+                late = part.left_pad > 0
+                stride = part.conv.stride[0]
+                if late:
+                    self._pool.add(name, (part.conv.in_channels, 1), dtype)
+                    self._convs.follow_transposed(name, part, place)
+                place = place.upsampled(stride, late=late)
+        return place.lag
+
+    def _follow_attention(self) -> None:
+        config = self.module.config
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, self.window - 1, head_dim)
+        self._pool.add(_KEYS_VALUES, shape, self.module.dtype)
+        transformer = self.module.pre_transformer
+        self._attention_handle = transformer.register_forward_pre_hook(
+            self._put_window, with_kwargs=True
+        )
+
+    def _put_window(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        import torch
+
+        step = self._convs.step
+        if step is None:
+            return None
+        hidden = kwargs["inputs_embeds"]
+        count, device = hidden.shape[1], hidden.device
+        positions = step.before[:, None] + torch.arange(count, device=device)
+        mask = window_mask(step.before, count, self.window, hidden.dtype)
+        return args, {
+            **kwargs,
+            "position_ids": positions,
+            "attention_mask": {"sliding_attention": mask, "full_attention": mask},
+            "cache": _Window(step),
+        }
+
+
+class _Window:
+    """What the attention layers update: the keys and values of the window's other positions."""
+
+    def __init__(self, step: StreamStep) -> None:
+        self._before = step.read[_KEYS_VALUES]
+        self._after = step.written[_KEYS_VALUES] = self._before.new_empty(self._before.shape)
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """keys, values (B, H, k, D) → (B, H, window - 1 + k, D)."""
+        import torch
+
+        joined = []
+        for index, new in enumerate((keys, values)):
+            joined.append(torch.cat((self._before[:, layer, index], new), dim=2))
+            kept = self._before.shape[-2]
+            self._after[:, layer, index] = joined[index][:, :, joined[index].shape[2] - kept :]
+        return joined[0], joined[1]
+
+
+def window_mask(before: torch.Tensor, count: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """(B, 1, count, window - 1 + count), to be added to scores. Of the keys the first window - 1
+    are those of the positions before; of a stream's beginning some do not exist."""
+    import torch
+
+    kept = window - 1
+    key = torch.arange(kept + count, device=before.device)
+    ahead = key[None, :] - torch.arange(count, device=before.device)[:, None]
+    in_window = (ahead >= 0) & (ahead <= kept)
+    exists = before[:, None] + key[None, :] >= kept
+    visible = in_window[None, None] & exists[:, None, None]
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype, device=before.device).masked_fill(
+        ~visible, lowest
+    )
