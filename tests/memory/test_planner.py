@@ -139,16 +139,17 @@ def test_a_base_model_loads_from_the_checkpoint_of_a_whole_one(tmp_path):
 
 
 @pytest.mark.invariant("LOAD-INV-003")
-def test_fused_experts_are_left_to_the_library_and_the_plan_says_so(tmp_path):
+def test_experts_are_fused_by_plan_and_the_plan_says_so(tmp_path):
     from transformers import Qwen3MoeForCausalLM
 
     plan, _ = check_equal(Qwen3MoeForCausalLM, qwen3(tmp_path / "m", moe=True), "bfloat16")
-    assert plan.by_library
-    assert "loaded by the loader of transformers" in plan.describe()
+    assert not plan.by_library
+    assert plan.conversions
+    assert "converted while loading" in plan.describe()
 
 
 @pytest.mark.invariant("LOAD-INV-004")
-def test_the_librarys_loader_may_leave_nothing_at_random(tmp_path):
+def test_beside_converted_tensors_nothing_is_left_at_random(tmp_path):
     from transformers import Qwen3MoeForCausalLM
 
     folder = qwen3(tmp_path / "m", moe=True)

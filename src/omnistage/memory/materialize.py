@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.names import and_more
 from omnistage.memory.plan import LoadPlan, SourceKind, TensorSource
+from omnistage.memory.reading import TensorFiles
 from omnistage.memory.skeleton import PROCESS_WIDE
 
 if TYPE_CHECKING:
@@ -21,50 +23,52 @@ BytesReporter = Callable[[int], None]
 def materialize(plan: LoadPlan, loaded: BytesReporter = lambda nbytes: None) -> torch.nn.Module:
     """The module of a plan, in evaluation mode, without gradients, on the plan's device.
 
-    Never holds more than one tensor besides the module. On the CPU a tensor whose dtype is as
-    stored is a private mapping of its file and is not copied. Raises `CheckpointError` when a file
-    changed since it was planned.
+    Never holds more than one tensor, or the parts of one conversion, besides the module. On the CPU
+    a tensor whose dtype is as stored is a private mapping of its file and is not copied. Raises
+    `CheckpointError` when a file changed since it was planned.
     """
     if plan.by_library:
         module = _by_library(plan)
         loaded(plan.total_bytes)
     else:
         module = plan.skeleton.take()
-        for name, tensor in _tensors(plan):
-            _put(module, name, tensor)
-            loaded(plan.sources[name].nbytes)
+        with TensorFiles() as files:
+            for name, tensor in chain(_tensors(plan, files), _converted(plan, module, files)):
+                _put(module, name, tensor)
+                loaded(plan.sources[name].nbytes)
         _tie(module, plan)
         _place_computed(module, plan)
     _check_complete(module, plan)
     return module.eval().requires_grad_(False)
 
 
-def _tensors(plan: LoadPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(plan: LoadPlan, files: TensorFiles) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
-    from safetensors import SafetensorError, safe_open
 
     by_file: dict[Path, list[tuple[int, str, TensorSource]]] = {}
     for name, source in plan.sources.items():
         if source.kind is SourceKind.CHECKPOINT:
             by_file.setdefault(source.file, []).append((source.offset_bytes, name, source))
     for file, entries in by_file.items():
-        try:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                for _, name, source in sorted(entries, key=lambda entry: entry[:2]):
-                    tensor = opened.get_tensor(source.key)
-                    _check_unchanged(tensor, source)
-                    yield name, tensor.to(source.device, getattr(torch, source.dtype)).contiguous()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        for _, name, source in sorted(entries, key=lambda entry: entry[:2]):
+            tensor = files.read(file, source.key, source.stored_dtype, source.shape)
+            yield name, tensor.to(source.device, getattr(torch, source.dtype)).contiguous()
 
 
-def _check_unchanged(tensor: torch.Tensor, source: TensorSource) -> None:
-    found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-    if found != (source.stored_dtype, source.shape):
-        raise CheckpointError(
-            f"{source.file} changed while it was being loaded: {source.key!r} is {found[0]} "
-            f"{list(found[1])} now, planned were {source.stored_dtype} {list(source.shape)}"
+def _converted(
+    plan: LoadPlan, module: torch.nn.Module, files: TensorFiles
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the library's conversions make, one conversion after another."""
+    import torch
+
+    for entry in plan.conversions:
+        device, dtype = "cpu" if entry.on_host else plan.device, getattr(torch, entry.dtype)
+        parts = (
+            files.read(stored.file, stored.key, stored.dtype, stored.shape).to(device, dtype)
+            for _, stored in entry.parts
         )
+        for name, tensor in entry.run(parts, module).items():
+            yield name, tensor.to(plan.device).contiguous()
 
 
 def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

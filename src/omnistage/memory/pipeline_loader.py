@@ -15,6 +15,7 @@ from omnistage.memory.pipeline_plan import (
     plan_pipeline,
     read_index,
 )
+from omnistage.memory.progress import Progress
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -38,7 +39,7 @@ def load_pipeline(
     for name, other in plan.others.items():
         report(f"loading {name}", None)
         components[name] = _by_its_library(name, other)
-    progress = _Progress(plan.total_bytes, report)
+    progress = Progress(plan.total_bytes, report)
     for name, module_plan in plan.modules.items():
         progress.begin(f"loading {name}")
         components[name] = materialize(module_plan, progress.advance)
@@ -46,25 +47,6 @@ def load_pipeline(
     pipeline.register_to_config(_name_or_path=str(plan.folder))
     report("loaded", 1.0)
     return pipeline
-
-
-class _Progress:
-    """Turns bytes into reports."""
-
-    def __init__(self, total_bytes: int, report: LoadReporter) -> None:
-        self._total_bytes, self._report = max(total_bytes, 1), report
-        self._done_bytes, self._percent, self._note = 0, -1, ""
-
-    def begin(self, note: str) -> None:
-        self._note, self._percent = note, -1
-        self.advance(0)
-
-    def advance(self, nbytes: int) -> None:
-        self._done_bytes += nbytes
-        fraction = min(self._done_bytes / self._total_bytes, 1.0)
-        if int(fraction * 100) != self._percent:
-            self._percent = int(fraction * 100)
-            self._report(self._note, fraction)
 
 
 def _by_its_library(name: str, component: LibraryComponent) -> Any:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.tensors import ITEM_BYTES
+from omnistage.memory.conversion import Conversion
 from omnistage.memory.names import and_more
-from omnistage.memory.skeleton import build_skeleton
+from omnistage.memory.skeleton import Implementations, build_skeleton
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +26,10 @@ class SourceKind(StrEnum):
     """The same tensor as another name's."""
     COMPUTED = "computed"
     """A buffer that the class computes in its constructor and no checkpoint holds."""
+    CONVERTED = "converted"
+    """Made of several stored tensors, or of a part of one, by a conversion of the library's."""
     LIBRARY = "library"
-    """Converted by the library's own loader, which loads the whole module."""
+    """Read by the library's own loader, which loads the whole module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +61,24 @@ class TensorSource:
 class Skeleton:
     """A module without weights, handed out once; asked again, it is built anew."""
 
-    def __init__(self, cls: type, config: Any, folder: Path, dtype: str) -> None:
+    def __init__(
+        self,
+        cls: type,
+        config: Any,
+        folder: Path,
+        dtype: str,
+        implementations: Implementations | None = None,
+    ) -> None:
         self.cls, self.config, self.folder, self.dtype = cls, config, folder, dtype
+        self.implementations = implementations or Implementations()
         self._module: torch.nn.Module | None = None
 
     def look(self) -> torch.nn.Module:
         """The module, to read names and shapes from."""
         if self._module is None:
-            self._module = build_skeleton(self.cls, self.config, self.folder, self.dtype)
+            self._module = build_skeleton(
+                self.cls, self.config, self.folder, self.dtype, self.implementations
+            )
         return self._module
 
     def take(self) -> torch.nn.Module:
@@ -79,7 +92,8 @@ class LoadPlan:
     """One module: a source for every name of its parameters and buffers, persistent or not.
 
     `dtype` is what was asked for; single tensors may differ, as their class or library demands.
-    `unused_keys` are stored tensors that the module has no place for.
+    `unused_keys` are stored tensors that the module has no place for. `gguf_file` is what the
+    library's loader reads where sources are of kind "library".
     """
 
     component: str
@@ -91,6 +105,8 @@ class LoadPlan:
     sources: Mapping[str, TensorSource]
     variant: str | None = None
     unused_keys: tuple[str, ...] = ()
+    conversions: tuple[Conversion, ...] = field(default=(), repr=False)
+    gguf_file: Path | None = None
     skeleton: Skeleton = field(repr=False, compare=False)
 
     @property
@@ -111,12 +127,14 @@ class LoadPlan:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files it reads, each once, in order."""
-        return tuple(dict.fromkeys(s.file for s in self.sources.values() if s.file is not None))
+        files = [source.file for source in self.sources.values() if source.file is not None]
+        files += [stored.file for entry in self.conversions for _, stored in entry.parts]
+        return tuple(dict.fromkeys([*files, self.gguf_file] if self.gguf_file else files))
 
     def describe(self) -> str:
         """A line of what it is and how large, and a line for whatever is out of the ordinary."""
         kinds = Counter(source.kind for source in self.sources.values())
-        read = kinds[SourceKind.CHECKPOINT]
+        read = kinds[SourceKind.CHECKPOINT] + sum(len(entry.parts) for entry in self.conversions)
         lines = [
             f"{self.component}: {self.cls.__name__}, {gib(self.total_bytes)} on {self.device}, "
             f"{self.dtype}, {read} tensors from {len(self.files)} file(s)"
@@ -124,8 +142,14 @@ class LoadPlan:
         if self.by_library:
             lines[0] = lines[0].rpartition(", ")[0]
             lines.append(
-                f"  loaded by the loader of {self.library}: tensors of this checkpoint must be "
-                "converted (fused, split), which a plan cannot"
+                f"  loaded by the loader of {self.library}: the tensors of a GGUF file are "
+                "dequantized and renamed, which a plan cannot"
+            )
+        if self.conversions:
+            parts = sum(len(entry.parts) for entry in self.conversions)
+            lines.append(
+                f"  converted while loading: {parts} stored tensors to "
+                f"{kinds[SourceKind.CONVERTED]}"
             )
         casts = self._casts()
         if casts:
@@ -145,6 +169,12 @@ class LoadPlan:
             (source.stored_dtype, source.dtype)
             for source in self.sources.values()
             if source.stored_dtype not in (None, source.dtype)
+        )
+        counts.update(
+            (stored.dtype, entry.dtype)
+            for entry in self.conversions
+            for _, stored in entry.parts
+            if stored.dtype != entry.dtype
         )
         return [f"{count} {stored} to {wanted}" for (stored, wanted), count in counts.items()]
 

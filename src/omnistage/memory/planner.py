@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import CheckpointError, ConfigurationError
 from omnistage.memory.checkpoint import Checkpoint, StoredTensor, read_checkpoint
+from omnistage.memory.conversion import Conversion, plan_conversions
 from omnistage.memory.fit import dtype_name, find_problems
 from omnistage.memory.plan import LoadPlan, Skeleton, SourceKind, TensorSource
-from omnistage.memory.renaming import is_ignored, rename, wanted_float32
-from omnistage.memory.skeleton import WEIGHT_STEMS, library_of, read_config
+from omnistage.memory.renaming import Renaming, is_ignored, rename, wanted_float32
+from omnistage.memory.skeleton import WEIGHT_STEMS, Implementations, library_of, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -92,28 +93,30 @@ def plan_tensors(
     dtype: str,
     device: str,
     allow_unexpected: bool = False,
+    implementations: Implementations | None = None,
+    whole_type: str | None = None,
 ) -> LoadPlan:
-    """Match a skeleton of `cls` with a checkpoint, name by name. `dtype` is a resolved one.
+    """Match a skeleton of `cls` with a checkpoint, name by name. `dtype` is a resolved one,
+    `whole_type` the `model_type` of the model that `cls` is a part of.
 
     Raises `CheckpointError` naming missing keys, unexpected keys, and shapes and dtypes that
     differ.
     """
-    skeleton = Skeleton(cls, config, checkpoint.folder, dtype)
+    skeleton = Skeleton(cls, config, checkpoint.folder, dtype, implementations)
     module = skeleton.look()
-    renaming = rename(module, checkpoint.tensors, sharded=len(checkpoint.files) > 1)
+    renaming = rename(
+        module, checkpoint.tensors, sharded=len(checkpoint.files) > 1, whole_type=whole_type
+    )
     state = module.state_dict(keep_vars=True)
-    unused: tuple[str, ...] = ()
-    if renaming.converted:
-        sources = _library_sources(module, state, device)
-    else:
-        stored, unused = _match(module, state, renaming.names, checkpoint, allow_unexpected)
-        sources = _sources(module, state, stored, dtype, device)
-        problems = find_problems(state, stored, sources)
-        if problems:
-            raise CheckpointError(
-                f"{checkpoint.folder} does not fit {component} ({type(module).__name__}): "
-                f"{'; '.join(problems)}"
-            )
+    stored, unused = _match(module, state, renaming.names, checkpoint, allow_unexpected)
+    made, conversions = _converted(module, state, renaming, checkpoint, dtype, device)
+    sources = _sources(module, state, stored, dtype, device, made)
+    problems = find_problems(state, stored, sources)
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not fit {component} ({type(module).__name__}): "
+            f"{'; '.join(problems)}"
+        )
     return LoadPlan(
         component=component,
         cls=type(module),
@@ -124,8 +127,36 @@ def plan_tensors(
         sources=sources,
         variant=checkpoint.variant,
         unused_keys=unused,
+        conversions=conversions,
         skeleton=skeleton,
     )
+
+
+def _converted(
+    module: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    renaming: Renaming,
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: str,
+) -> tuple[Mapping[str, TensorSource], tuple[Conversion, ...]]:
+    """Sources of the names that the library's conversions make, and these conversions."""
+    float32 = wanted_float32(module, renaming.converted, dtype) if renaming.converted else ()
+    dtypes = {
+        name: "float32" if name in float32 else dtype_name(state[name].dtype)
+        for name in renaming.converted
+    }
+    sources: dict[str, TensorSource] = {}
+    conversions = []
+    for conversion, shapes in plan_conversions(
+        module, state, renaming.converted, checkpoint.tensors, dtypes
+    ):
+        conversions.append(conversion)
+        for name, shape in shapes.items():
+            sources[name] = TensorSource(
+                kind=SourceKind.CONVERTED, shape=shape, dtype=conversion.dtype, device=device
+            )
+    return sources, tuple(conversions)
 
 
 def _match(
@@ -157,12 +188,13 @@ def _sources(
     stored: Mapping[str, StoredTensor],
     dtype: str,
     device: str,
+    made: Mapping[str, TensorSource],
 ) -> dict[str, TensorSource]:
-    """Sources of all names but those that nothing provides."""
+    """Sources of all names but those that nothing provides, with those `made` by conversions."""
     present = {name: stored[name] for name in state if name in stored}
     float32 = wanted_float32(module, present, dtype)
     diffusers = library_of(type(module)) == "diffusers"
-    sources = {}
+    sources = dict(made)
     for name, tensor in present.items():
         wanted = dtype_name(state[name].dtype)
         if name in float32:
@@ -179,7 +211,7 @@ def _sources(
             offset_bytes=tensor.offset_bytes,
             stored_dtype=tensor.dtype,
         )
-    for name, owner in _ties(module, state, present).items():
+    for name, owner in _ties(module, state, sources).items():
         sources[name] = TensorSource(
             kind=SourceKind.TIED,
             shape=sources[owner].shape,
@@ -191,7 +223,7 @@ def _sources(
 
 
 def _ties(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], present: Mapping[str, StoredTensor]
+    module: torch.nn.Module, state: Mapping[str, torch.Tensor], present: Collection[str]
 ) -> dict[str, str]:
     """For names without a stored tensor, the name whose tensor they share: because one module has
     both names, or because the model's class ties them."""
@@ -223,20 +255,3 @@ def _computed(
         for name, buffer in module.named_buffers(remove_duplicate=False)
         if name not in state
     }
-
-
-def _library_sources(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], device: str
-) -> dict[str, TensorSource]:
-    tied = getattr(module, "all_tied_weights_keys", None) or {}
-    sources = {
-        name: TensorSource(
-            kind=SourceKind.TIED if name in tied else SourceKind.LIBRARY,
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            device=device,
-            tied_to=tied.get(name),
-        )
-        for name, tensor in state.items()
-    }
-    return sources | _computed(module, state, device)

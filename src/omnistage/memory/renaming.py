@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from omnistage.memory.conversion import ConvertedKeys
 from omnistage.memory.skeleton import library_of
 
 if TYPE_CHECKING:
@@ -20,26 +21,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Renaming:
-    """`names` maps key to name, also where the module has no such name. `converted` lists keys that
-    the library transforms (fuses, splits, transposes) rather than renames."""
+    """`names` maps key to name, also where the module has no such name. Not among them are keys
+    that the library transforms (fuses, splits, transposes) rather than renames: `converted` has
+    those, by the first name that comes of them."""
 
     names: Mapping[str, str]
-    converted: tuple[str, ...] = field(default=())
+    converted: Mapping[str, ConvertedKeys] = field(default_factory=dict)
 
 
-def rename(module: torch.nn.Module, keys: Iterable[str], *, sharded: bool) -> Renaming:
-    """Resolve every key of a checkpoint for this module."""
+def rename(
+    module: torch.nn.Module, keys: Iterable[str], *, sharded: bool, whole_type: str | None = None
+) -> Renaming:
+    """Resolve every key of a checkpoint for this module. `whole_type` is the `model_type` of the
+    model that this one is a part of."""
     if library_of(type(module)) == "diffusers":
         names = {key: key for key in keys}
         if sharded:  # diffusers renames in checkpoints of one file only
             return Renaming(names=names)
         renamed = module._fix_state_dict_keys_on_load(dict(names))
         return Renaming(names={key: name for name, key in renamed.items()})
-    return _rename_for_transformers(module, keys)
+    return _rename_for_transformers(module, keys, whole_type)
 
 
-def _rename_for_transformers(module: torch.nn.Module, keys: Iterable[str]) -> Renaming:
-    from transformers.conversion_mapping import get_model_conversion_mapping
+def _rename_for_transformers(
+    module: torch.nn.Module, keys: Iterable[str], whole_type: str | None
+) -> Renaming:
     from transformers.core_model_loading import (
         WeightConverter,
         WeightRenaming,
@@ -47,20 +53,41 @@ def _rename_for_transformers(module: torch.nn.Module, keys: Iterable[str]) -> Re
         rename_source_key,
     )
 
-    mapping = get_model_conversion_mapping(module)
+    mapping = _mapping(module, whole_type)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix = module.base_model_prefix
     state = module.state_dict()
-    names, converted = {}, []
+    names: dict[str, str] = {}
+    converted: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name in state and pattern is not None:
-            converted.append(key)
-        names[key] = name
-    return Renaming(names=names, converted=tuple(converted))
+            converted.setdefault(name, []).append((pattern, key))
+        else:
+            names[key] = name
+    return Renaming(
+        names=names,
+        converted={
+            name: ConvertedKeys(converter=by_pattern[entries[0][0]], keys=tuple(entries))
+            for name, entries in converted.items()
+        },
+    )
+
+
+def _mapping(module: torch.nn.Module, whole_type: str | None) -> list[Any]:
+    """The library's mapping for this class; of a part, that of the whole as well, which the
+    library registers for wholes only."""
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        get_model_conversion_mapping,
+    )
+
+    mapping = get_model_conversion_mapping(module)
+    return mapping + (get_checkpoint_conversion_mapping(whole_type) or [] if whole_type else [])
 
 
 def is_ignored(module: torch.nn.Module, name: str) -> bool:

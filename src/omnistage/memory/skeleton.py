@@ -7,8 +7,9 @@ what a module computes in its constructor (rotary tables and the like).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,25 @@ WEIGHT_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 PROCESS_WIDE = threading.RLock()
 """Held while the libraries change what holds for the whole process (how modules register
 parameters, the default dtype), and by whatever would suffer from that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementations:
+    """Which kernels a `transformers` class is built for, None: as it chooses. `attention` may be a
+    mapping from the names of sub-configurations ("text_config", "": the rest)."""
+
+    attention: str | Mapping[str, str] | None = None
+    experts: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `_from_config` and `from_pretrained` take them."""
+        attention = self.attention
+        given = {
+            "attn_implementation": dict(attention) if isinstance(attention, Mapping) else attention,
+            "experts_implementation": self.experts,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def library_of(cls: type) -> str | None:
@@ -67,7 +87,9 @@ def read_config(cls: type, folder: Path) -> Any:
     return config
 
 
-def build_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn.Module:
+def build_skeleton(
+    cls: type, config: Any, folder: Path, dtype: str, implementations: Implementations
+) -> torch.nn.Module:
     """An instance in evaluation mode whose parameters are empty, on the meta device.
 
     `dtype` is what its floating parameters will have (buffers that a class computes in the default
@@ -86,7 +108,7 @@ def build_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn
                 module = cls.from_config(config)
                 module.register_to_config(_name_or_path=str(folder))
             else:
-                module = _transformers_skeleton(cls, config, folder, dtype)
+                module = _transformers_skeleton(cls, config, folder, dtype, implementations)
         except OmniError:
             raise
         except Exception as error:  # as above: the configuration is the user's
@@ -96,13 +118,15 @@ def build_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn
     return module.eval()
 
 
-def _transformers_skeleton(cls: type, config: Any, folder: Path, dtype: str) -> torch.nn.Module:
+def _transformers_skeleton(
+    cls: type, config: Any, folder: Path, dtype: str, implementations: Implementations
+) -> torch.nn.Module:
     import torch
     from transformers.initialization import no_init_weights
 
     config.name_or_path = str(folder)
     with no_init_weights():
-        module = cls._from_config(config, dtype=getattr(torch, dtype))
+        module = cls._from_config(config, dtype=getattr(torch, dtype), **implementations.arguments)
     if module.can_generate() and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
