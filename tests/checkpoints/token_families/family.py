@@ -28,19 +28,29 @@ Assembler = Callable[[], tuple["PreTrainedModel", Any]]
 """Makes a model with weights as its class initializes them, and its tokenizer or processor."""
 
 
-def token_model(architecture: str, *, gate: bool = False) -> Callable[[Assembler], TokenFamily]:
-    """Declare the decorated assembler (named as the family, with `_` for `-`)."""
+def token_model(
+    architecture: str,
+    *,
+    name: str | None = None,
+    gate: bool = False,
+    finish: Callable[[PreTrainedModel, Path], None] = lambda model, folder: None,
+) -> Callable[[Assembler], TokenFamily]:
+    """Declare the decorated assembler, after which the family is called (with `-` for `_`) unless
+    it has a `name`. `finish` sees the model with its weights, and the folder, before they are saved.
+    """
 
     def declare(assemble: Assembler) -> TokenFamily:
         def build(folder: Path) -> None:
             from .weights import seeded_model
 
             model, words = seeded_model(assemble)
+            folder.mkdir()
+            finish(model, folder)
             model.save_pretrained(folder)
             words.save_pretrained(folder)
 
         return TokenFamily(
-            name=assemble.__name__.replace("_", "-"),
+            name=name or assemble.__name__.replace("_", "-"),
             architecture=architecture,
             build=build,
             gate=gate,
