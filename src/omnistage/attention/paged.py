@@ -61,7 +61,7 @@ class PagedStep:
     slots (T,) int64: block * block_size + offset of each token's key and value. block_tables (S, W)
     int32. context_lens (S,) int32: keys that a row's last query sees, this step's included.
     `chunk_lens` and `chunk_contexts` are the host's: tokens of each chunk and their context_lens.
-    `kv` is by `layer_idx`.
+    `kv` is by `layer_idx`; `next_layer` counts calls from blocks that are compiled.
     """
 
     num_decodes: int
@@ -72,6 +72,7 @@ class PagedStep:
     chunk_contexts: tuple[int, ...] = ()
     kv: list[PagedKV]
     backend: PagedBackend
+    next_layer: int = 0
 
 
 class PagedBackend(Protocol):
@@ -125,6 +126,7 @@ _current_step: ContextVar[PagedStep | None] = ContextVar("paged_step", default=N
 def running(step: PagedStep) -> Iterator[PagedStep]:
     """Modules called inside attend over `step`, in this thread."""
     step.backend.begin(step)
+    step.next_layer = 0
     token = _current_step.set(step)
     try:
         yield step
@@ -160,15 +162,55 @@ def paged_attention(
     Raises `UnsupportedCombinationError` for an argument that would change the result and is none of
     those above.
     """
+    import torch
+
+    _refuse_others(module, others, attention_mask, dropout, is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        attended = torch.ops.omnistage.paged_attention(
+            query, key, value, scale, sliding_window or 0, softcap or 0.0
+        )
+        return attended, None
+    step = _step()
+    kv = step.kv[_layer_idx(module)]
+    return _attend_layer(step, kv, query, key, value, scale, sliding_window, softcap), None
+
+
+def attend_next_layer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same for a compiled block, which must not know which layer it is: one block's code serves
+    them all. Layers come in order, each once; the gate at load has seen to that."""
+    step = _step()
+    kv = step.kv[step.next_layer]
+    step.next_layer += 1
+    return _attend_layer(step, kv, query, key, value, scale, window, softcap)
+
+
+def _step() -> PagedStep:
     step = _current_step.get()
     if step is None:
         raise RuntimeError("paged attention was called outside of a step (see `running`)")
-    _refuse_others(module, others, attention_mask, dropout, is_causal)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kv = step.kv[_layer_idx(module)]
+    return step
+
+
+def _attend_layer(
+    step: PagedStep,
+    kv: PagedKV,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
     step.backend.write(kv, key[0].transpose(0, 1), value[0].transpose(0, 1), step.slots)
-    attended = _attend(step, query[0].transpose(0, 1), kv, scale, sliding_window, softcap)
-    return attended.unsqueeze(0), None
+    return _attend(step, query[0].transpose(0, 1), kv, scale, window, softcap).unsqueeze(0)
 
 
 def _attend(

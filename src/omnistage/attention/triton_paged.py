@@ -1,0 +1,204 @@
+"""Decoding over a paged cache as one kernel: one query token a sequence, keys split over programs.
+
+A sequence's keys are divided among `splits` programs (flash decoding, Dao et al. 2023), whose
+partial results a second kernel joins. Captured graphs keep `splits`; lengths are the device's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from omnistage.attention.paged import PagedKV
+
+TILE = 64
+"""Keys that a program takes at a time."""
+MIN_DOT_ROWS = 16
+"""Rows that the tensor cores' smallest product has: fewer query heads a group are padded."""
+MAX_SPLITS = 32
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _decode(
+    query, keys, values, tables, lengths, out, partial, stats,
+    scale, softcap, table_width, k_block, k_token, k_head, v_block, v_token, v_head,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Grid: sequences, heads of keys, splits."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    heads = tl.num_programs(1)
+    row = tl.arange(0, ROWS)
+    depth = tl.arange(0, HEAD_PAD)
+    width = tl.arange(0, VALUE_PAD)
+    group = (sequence.to(tl.int64) * heads + head) * GROUP + row
+    q = tl.load(
+        query + group[:, None] * HEAD_DIM + depth[None, :],
+        (row < GROUP)[:, None] & (depth < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    length = tl.load(lengths + sequence)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+    for start in range(begin, end, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < end
+        block = tl.load(tables + sequence * table_width + place // BLOCK, inside, other=0).to(
+            tl.int64
+        )
+        offset = place % BLOCK
+        k = tl.load(
+            keys + (block * k_block + offset * k_token)[:, None] + head * k_head + depth[None, :],
+            inside[:, None] & (depth < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if CAPPED:
+            scaled = scores / softcap
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        risen = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp(scores - risen[:, None])
+        kept = tl.exp(highest - risen)
+        total = total * kept + tl.sum(weights, 1)
+        v = tl.load(
+            values + (block * v_block + offset * v_token)[:, None] + head * v_head + width[None, :],
+            inside[:, None] & (width < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        result = result * kept[:, None] + tl.dot(weights.to(v.dtype), v)
+        highest = risen
+    asked = (row < GROUP)[:, None] & (width < VALUE_DIM)[None, :]
+    if SPLITS == 1:
+        safe = tl.where(total > 0, total, 1.0)
+        tl.store(
+            out + group[:, None] * VALUE_DIM + width[None, :],
+            (result / safe[:, None]).to(out.dtype.element_ty),
+            asked,
+        )
+    else:
+        part = group * SPLITS + split
+        tl.store(partial + part[:, None] * VALUE_DIM + width[None, :], result, asked)
+        tl.store(stats + part * 2, highest, row < GROUP)
+        tl.store(stats + part * 2 + 1, total, row < GROUP)
+
+
+@triton.jit
+def _join(
+    partial, stats, out,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Grid: query heads of all sequences."""
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    width = tl.arange(0, VALUE_PAD)
+    part = head * SPLITS + split
+    highest = tl.load(stats + part * 2)
+    total = tl.load(stats + part * 2 + 1)
+    weight = tl.where(total > 0, tl.exp(highest - tl.max(highest, 0)), 0.0)
+    all_parts = tl.load(
+        partial + part[:, None] * VALUE_DIM + width[None, :],
+        (width < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    denominator = tl.sum(weight * total, 0)
+    joined = tl.sum(all_parts * weight[:, None], 0) / tl.where(denominator > 0, denominator, 1.0)
+    tl.store(out + head * VALUE_DIM + width, joined.to(out.dtype.element_ty), width < VALUE_DIM)
+
+
+@triton.jit
+def _write(
+    key, value, keys, values, slots,
+    key_row, value_row, k_block, k_token, k_head, v_block, v_token, v_head,
+    KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    block = slot // BLOCK
+    offset = slot % BLOCK
+    head = tl.arange(0, HEADS_PAD)
+    depth = tl.arange(0, HEAD_PAD)
+    width = tl.arange(0, VALUE_PAD)
+    in_key = (head < KV_HEADS)[:, None] & (depth < HEAD_DIM)[None, :]
+    in_value = (head < KV_HEADS)[:, None] & (width < VALUE_DIM)[None, :]
+    k = tl.load(key + token * key_row + head[:, None] * HEAD_DIM + depth[None, :], in_key)
+    v = tl.load(value + token * value_row + head[:, None] * VALUE_DIM + width[None, :], in_value)
+    tl.store(
+        keys + block * k_block + offset * k_token + head[:, None] * k_head + depth[None, :],
+        k, in_key,
+    )  # fmt: skip
+    tl.store(
+        values + block * v_block + offset * v_token + head[:, None] * v_head + width[None, :],
+        v, in_value,
+    )  # fmt: skip
+
+
+def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
+    """Programs a sequence and head: about two a processor, a power of two."""
+    wanted = 2 * processors // max(1, sequences * kv_heads)
+    return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
+
+
+def write(kv: PagedKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """key (T, kv_heads, head_dim), value (T, kv_heads, value_dim) into the slots (T,) int64. The
+    last two dimensions must be dense; rows may be strided."""
+    tokens, heads, head_dim = key.shape
+    value_dim = value.shape[2]
+    k, v = kv.keys.stride(), kv.values.stride()
+    _write[(tokens,)](
+        key, value, kv.keys, kv.values, slots,
+        key.stride(0), value.stride(0), k[0], k[1], k[2], v[0], v[1], v[2],
+        heads, triton.next_power_of_2(heads), head_dim, triton.next_power_of_2(head_dim),
+        value_dim, triton.next_power_of_2(value_dim), kv.keys.shape[1], num_warps=4,
+    )  # fmt: skip
+
+
+def decode(
+    query: torch.Tensor,
+    kv: PagedKV,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int = 1,
+) -> torch.Tensor:
+    """query (S, heads, head_dim) → (S, heads, value_dim); block_tables (S, W) and context_lens (S,)
+    int32; `splits` a power of two."""
+    sequences, heads, head_dim = query.shape
+    kv_heads, value_dim = kv.keys.shape[2], kv.values.shape[3]
+    group = heads // kv_heads
+    query = query.contiguous()
+    out = query.new_empty(sequences, heads, value_dim)
+    parts = sequences * heads * splits if splits > 1 else 0
+    partial = query.new_empty(parts * value_dim, dtype=torch.float32)
+    stats = query.new_empty(parts * 2, dtype=torch.float32)
+    k, v = kv.keys.stride(), kv.values.stride()
+    _decode[(sequences, kv_heads, splits)](
+        query, kv.keys, kv.values, block_tables, context_lens, out, partial, stats,
+        scale, softcap or 0.0, block_tables.stride(0), k[0], k[1], k[2], v[0], v[1], v[2],
+        group, max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        head_dim, max(16, triton.next_power_of_2(head_dim)),
+        value_dim, max(16, triton.next_power_of_2(value_dim)),
+        kv.keys.shape[1], TILE, splits, window or 0, softcap is not None,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(sequences * heads,)](
+            partial, stats, out, value_dim, triton.next_power_of_2(value_dim), splits, num_warps=4
+        )
+    return out

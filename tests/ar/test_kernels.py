@@ -1,0 +1,47 @@
+"""Kernels for few tokens against plain torch: interpreted here, compiled on a card."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ar.kernel_cases import SMALL_EXPERTS, SMALL_LINEARS, compare_experts, compare_linear
+
+ROOT = Path(__file__).parents[2]
+needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernels_do_what_torch_does() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.ar.kernel_cases"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"{len(SMALL_EXPERTS) + len(SMALL_LINEARS)} cases agree\n"
+
+
+@pytest.mark.gpu
+@needs_a_card
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300])
+def test_experts_on_a_card(tokens: int) -> None:
+    compare_experts(tokens, 32, 8, 256, 192, "cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@needs_a_card
+@pytest.mark.parametrize(("columns", "depth"), [(6144, 4096), (4096, 12288), (70000, 1024)])
+def test_one_row_linear_on_a_card(columns: int, depth: int) -> None:
+    compare_linear(columns, depth, False, "cuda", torch.bfloat16)
