@@ -1,0 +1,88 @@
+"""The talker's device state, a row a running sequence: what the next decode step needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from omnistage.ar.model import RunningSequence
+
+OVERRUN = 2
+"""Decode steps of a sequence that the host may not have heard of yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Saved:
+    """Of a sequence that lost its row: `frames` (n, groups) int32 of its first `steps` decode steps
+    (one int64 on the device) and the last `hidden` (hidden_size,)."""
+
+    frames: torch.Tensor
+    steps: torch.Tensor
+    hidden: torch.Tensor
+
+
+class TalkerRows:
+    """hidden (rows, hidden_size): what the row's last token was sampled from. codes (rows, groups)
+    int64: the last frame. Texts and frames are kept for `capacity` decode steps a row; behind the
+    known text a row reads `pad_id`. `hidden_like` gives dtype, device and hidden_size."""
+
+    def __init__(
+        self, *, rows: int, capacity: int, groups: int, hidden_like: torch.Tensor, pad_id: int
+    ) -> None:
+        import torch
+
+        device = hidden_like.device
+        self.hidden = hidden_like.new_zeros(rows, hidden_like.shape[1])
+        self.codes = torch.zeros(rows, groups, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._texts = torch.full((rows, capacity), pad_id, dtype=torch.int64, device=device)
+        self._frames = torch.zeros(rows, capacity, groups, dtype=torch.int32, device=device)
+        self._pad_id = pad_id
+        self._capacity = capacity
+
+    def begin(self, sequence: RunningSequence) -> None:
+        """Text is written next; a sequence that had a row before continues as it was."""
+        row = sequence.row
+        self._steps[row] = 0
+        self._texts[row] = self._pad_id
+        saved: Saved | None = sequence.own.get("saved")
+        if saved is not None:
+            self.hidden[row] = saved.hidden
+
+    def write_text(self, row: int, first: int, ids: list[int]) -> None:
+        """Text ids for decode steps from `first` on; what lies beyond the capacity is never read."""
+        import torch
+
+        known = torch.tensor(ids[: max(0, self._capacity - 1 - first)], dtype=torch.int64)
+        self._texts[row, first : first + len(known)] = known.to(self._texts.device)
+
+    def next_frame(self, rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """Keep the frames (S, groups) of one decode step of `rows` (S,); returns the text ids (S,)
+        that go with it. Capturable."""
+        steps = self._steps[rows]
+        places = steps.clamp(max=self._capacity - 1)
+        self.codes[rows] = codes
+        self._frames[rows, places] = codes.to(self._frames.dtype)
+        self._steps[rows] = steps + 1
+        return self._texts[rows, places]
+
+    def frame_again(self, sequence: RunningSequence, step: int) -> torch.Tensor | None:
+        """The frame (1, groups) int64 that decode step `step` made before the sequence lost its
+        row; None for one that was not made."""
+        saved: Saved = sequence.own["saved"]
+        if step >= min(int(saved.steps), len(saved.frames)):
+            return None
+        return saved.frames[step : step + 1].long()
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Keep on the device what a later `begin` needs."""
+        row = sequence.row
+        known = len(sequence.token_ids) - len(sequence.prompt.token_ids) + OVERRUN
+        sequence.own["saved"] = Saved(
+            frames=self._frames[row, : max(known, 0)].clone(),
+            steps=self._steps[row].clone(),
+            hidden=self.hidden[row].clone(),
+        )
