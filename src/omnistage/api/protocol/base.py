@@ -18,13 +18,11 @@ _NICKNAMES = {"steps": "num_inference_steps", "cfg_scale": "guidance_scale"}
 
 
 def unknown_field(
-    name: str, allowed: list[str], inapplicable: frozenset[str]
+    name: str, allowed: list[str], inapplicable: frozenset[str], reason: str
 ) -> PydanticCustomError:
     if name in inapplicable:
         return PydanticCustomError(
-            "inapplicable_field",
-            "has no meaning for a model that makes images; leave it out",
-            {"field": name},
+            "inapplicable_field", "{reason}; leave it out", {"field": name, "reason": reason}
         )
     nearest = [_NICKNAMES[name]] if _NICKNAMES.get(name) in allowed else []
     nearest = nearest or difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
@@ -37,10 +35,11 @@ def unknown_field(
 class ApiModel(BaseModel):
     """A body or a part of one. Unknown fields and loosely typed values are errors.
 
-    `inapplicable` names fields of OpenAI's that get an explanation instead of a guess.
+    `inapplicable` names fields of OpenAI's that get `inapplicable_reason` instead of a guess.
     """
 
     inapplicable: ClassVar[frozenset[str]] = frozenset()
+    inapplicable_reason: ClassVar[str] = "has no meaning for a model that makes images"
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -48,11 +47,26 @@ class ApiModel(BaseModel):
     @classmethod
     def _know_every_field(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            allowed = list(cls.model_fields)
+            allowed = [field.alias or name for name, field in cls.model_fields.items()]
             for name in data:
-                if name not in cls.model_fields:
-                    raise unknown_field(str(name), allowed, cls.inapplicable)
+                if name not in allowed:
+                    raise unknown_field(
+                        str(name), allowed, cls.inapplicable, cls.inapplicable_reason
+                    )
         return data
+
+
+def without_extra_body(data: Any) -> Any:
+    """Some clients send `extra_body` as it is; the `openai` package flattens it itself."""
+    if not isinstance(data, dict) or not isinstance(data.get("extra_body"), dict):
+        return data
+    extra = data["extra_body"]
+    twice = sorted(str(name) for name in extra if name in data)
+    if twice:
+        raise PydanticCustomError(
+            "given_twice", "also given in extra_body; give it once", {"field": twice[0]}
+        )
+    return {name: value for name, value in data.items() if name != "extra_body"} | extra
 
 
 class ResponseModel(BaseModel):

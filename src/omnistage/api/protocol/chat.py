@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from omnistage.api.protocol.base import (
     NO_NUL,
@@ -16,6 +15,7 @@ from omnistage.api.protocol.base import (
     ResponseModel,
     Side,
     Size,
+    without_extra_body,
 )
 from omnistage.api.protocol.images import OutputFormat
 
@@ -145,18 +145,7 @@ class ChatRequest(ChatKnobs):
     @model_validator(mode="before")
     @classmethod
     def _flatten_extra_body(cls, data: Any) -> Any:
-        """Some clients send `extra_body` as it is; the `openai` package flattens it itself."""
-        if not isinstance(data, dict) or not isinstance(data.get("extra_body"), dict):
-            return data
-        extra = data["extra_body"]
-        twice = sorted(str(name) for name in extra if name in data)
-        if twice:
-            raise PydanticCustomError(
-                "given_twice",
-                "also given in extra_body; give it once",
-                {"field": twice[0]},
-            )
-        return {name: value for name, value in data.items() if name != "extra_body"} | extra
+        return without_extra_body(data)
 
 
 class ResponseImageUrl(ResponseModel):
