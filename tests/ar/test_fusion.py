@@ -63,5 +63,5 @@ def test_a_follower_called_first_says_so() -> None:
     fuse_projections(model)
     follower = model.model.layers[0].mlp.up_proj
     assert isinstance(follower, FollowingLinear)
-    with pytest.raises(AssertionError, match="before the one that leads it"):
+    with pytest.raises(RuntimeError, match="before the one that leads it"):
         follower(torch.ones(1, 32))

@@ -57,7 +57,8 @@ class LeadingLinear(nn.Module):
         return first
 
     def next_part(self) -> torch.Tensor:
-        assert self._rest, "a projection was called before the one that leads it"
+        if self._rest is None:
+            raise RuntimeError("a projection was called before the one that leads it")
         part, *rest = self._rest
         self._rest = rest or None
         return part
