@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -28,8 +29,11 @@ from omnistage.api.protocol.images import (
     ImageGenerationRequest,
     ImagePartialEvent,
 )
-from omnistage.api.routes import chat, images, models, operations
+from omnistage.api.protocol.speech import SpeechAudioDelta, SpeechAudioDone, SpeechRequest
+from omnistage.api.routes import audio, chat, chat_text, images, models, operations
 from omnistage.api.settings import ApiSettings
+from omnistage.api.text.checks import writes_text
+from omnistage.api.text.template import TemplateSource
 from omnistage.api.workers import MediaWorkers
 
 if TYPE_CHECKING:
@@ -67,14 +71,25 @@ def create_app(
         pictures=PictureSource(settings, workers, files),
         sounds=AudioSource(settings, workers, files),
         videos=VideoSource(settings, workers, files),
+        template=TemplateSource(Path(engine.config.model_path), workers),
         lifecycle=lifecycle or Lifecycle(),
     )
     app.include_router(operations.router)
-    for router in (images.router, chat.router, models.router):
+    chats = chat_text if writes_text(engine.config) else chat
+    for router in (images.router, chats.router, audio.router, models.router):
         app.include_router(router, dependencies=[BEARER] if settings.api_keys else [])
     install_error_handlers(app)
     install_openapi(
-        app, [ImageGenerationRequest, ChatRequest, ImagePartialEvent, ImageCompletedEvent]
+        app,
+        [
+            ImageGenerationRequest,
+            ChatRequest,
+            ImagePartialEvent,
+            ImageCompletedEvent,
+            SpeechRequest,
+            SpeechAudioDelta,
+            SpeechAudioDone,
+        ],
     )
     app.add_middleware(BodyLimitMiddleware, settings=settings)
     app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)

@@ -1,4 +1,4 @@
-"""Server-sent events with one terminal outcome, whatever happens on the way."""
+"""Answers that leave as they are made, with one terminal outcome, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -29,29 +29,27 @@ def progress_comment(progress: OmniProgress) -> str:
     return f": stage {progress.stage_id} step {progress.step}/{progress.total_steps}\n\n"
 
 
-class EventStream(Response):
-    """Sends `events` as they come.
+class ByteStream(Response):
+    """Sends `pieces` as they come.
 
-    A failure before the first one is raised and so gets its own HTTP status. A later one becomes a
-    last event with the error, and no `[DONE]`; in a stream of named events it has the name and
-    `type` `error_name`. A hang-up, or a client that reads nothing for `slow_client_timeout_s`,
-    closes the generator.
+    A failure before the first one is raised and so gets its own HTTP status. A later one cuts the
+    connection before the answer's end, so that nobody takes a part for the whole. A hang-up, or a
+    client that reads nothing for `slow_client_timeout_s`, closes the generator.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncGenerator[str, None],
+        pieces: AsyncGenerator[bytes, None] | AsyncGenerator[str, None],
         *,
         slow_client_timeout_s: float,
-        error_name: str | None = None,
+        media_type: str | None = None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        super().__init__(
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}, media_type=media_type
+        )
         del self.headers["content-length"]
-        self._events = events
+        self._pieces = pieces
         self._slow_client_timeout_s = slow_client_timeout_s
-        self._error_name = error_name
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,12 +63,12 @@ class EventStream(Response):
             await self._end_with(known, send)
 
     async def _run(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for event in events:
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
                 if not self._started:
                     await self._start(send)
-                await self._send(send, event, more=True)
-        await self._send(send, "", more=False)
+                await self._send(send, piece, more=True)
+        await self._send(send, b"", more=False)
 
     async def _start(self, send: Send) -> None:
         start: Message = {
@@ -81,10 +79,10 @@ class EventStream(Response):
         await send(start)
         self._started = True
 
-    async def _send(self, send: Send, text: str, *, more: bool) -> None:
+    async def _send(self, send: Send, piece: bytes | str, *, more: bool) -> None:
         message: Message = {
             "type": "http.response.body",
-            "body": text.encode(),
+            "body": piece.encode() if isinstance(piece, str) else piece,
             "more_body": more,
         }
         try:
@@ -94,6 +92,27 @@ class EventStream(Response):
             raise SlowClientError(
                 f"the client read nothing for {self._slow_client_timeout_s:g} s"
             ) from None
+
+    async def _end_with(self, error: OmniError, send: Send) -> None:
+        """Leaves the answer without its end: the server closes the connection."""
+
+
+class EventStream(ByteStream):
+    """Sends server-sent events as they come. A failure behind the first one becomes a last event
+    with the error, and no `[DONE]`; in a stream of named events it has the name and `type`
+    `error_name`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        *,
+        slow_client_timeout_s: float,
+        error_name: str | None = None,
+    ) -> None:
+        super().__init__(events, slow_client_timeout_s=slow_client_timeout_s)
+        self._error_name = error_name
 
     async def _end_with(self, error: OmniError, send: Send) -> None:
         if isinstance(error, RequestCancelledError):

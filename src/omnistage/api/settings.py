@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnistage.api.parser_names import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    ReasoningParser,
+    ToolParserName,
+)
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.contracts.sampling import MAX_GENERATED_PIXELS
 
@@ -36,7 +42,11 @@ class ApiSettings:
     max_pixels: int = MAX_GENERATED_PIXELS
     max_steps: int = 200
     max_n: int = 10
+    max_choices: int = 128
+    tool_call_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     max_prompt_chars: int = 32_000
+    max_speech_chars: int = 4096
     max_input_images: int = 16
     max_input_pixels: int = MAX_GENERATED_PIXELS
     max_total_input_pixels: int = 4 * MAX_GENERATED_PIXELS
@@ -64,6 +74,14 @@ class ApiSettings:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and not 0 < value < math.inf and name != "max_redirects":
                 raise ConfigurationError(f"{name} is {value}; it must be a number greater than 0")
+        for name, known in (
+            ("tool_call_parser", TOOL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(known)}"
+                )
         if any(not key for key in self.api_keys):
             raise ConfigurationError("an API key is empty; give every key at least one character")
         root = self.allowed_local_media_path
