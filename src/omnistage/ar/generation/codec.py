@@ -31,6 +31,7 @@ class CodecModel(Protocol):
     """
 
     sample_rate: int
+    samples_per_frame: int
     num_codebooks: int
     codebook_size: int
     max_streams: int

@@ -9,18 +9,27 @@ piece is `lag` samples short, and as in one pass no tail follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.generation.causal_convs import CausalConvs, Place, StreamStep
 from omnistage.ar.generation.codec import CodecStream
 from omnistage.ar.generation.state_pool import StatePool
 from omnistage.contracts.identity import RequestKey
-from omnistage.models.qwen3_omni.code2wav_gate import check_modules, is_kind
+from omnistage.memory.transformers_loader import load_transformers
+from omnistage.models.qwen3_omni.code2wav_gate import (
+    check_against_one_pass,
+    check_modules,
+    is_kind,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import Qwen3OmniMoeCode2Wav
+
+    from omnistage.config.resolved import ResolvedStage
+    from omnistage.contracts.runtime import LoadReporter
 
 SAMPLE_RATE = 24_000
 """Hz; no configuration of the checkpoint says it."""
@@ -214,3 +223,28 @@ def window_mask(before: torch.Tensor, count: int, window: int, dtype: torch.dtyp
     return torch.zeros(visible.shape, dtype=dtype, device=before.device).masked_fill(
         ~visible, lowest
     )
+
+
+def build_code2wav(
+    stage: ResolvedStage, device: str, max_streams: int, report: LoadReporter
+) -> StreamedCode2Wav:
+    """A `CodecModelFactory`: the part "code2wav." of the stage's checkpoint. Raises
+    `CheckpointError`, and `UnsupportedCombinationError` where the gate refuses it."""
+    from transformers import AutoConfig, Qwen3OmniMoeCode2Wav
+
+    folder = Path(stage.model_path)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).code2wav_config
+    module, _ = load_transformers(
+        Qwen3OmniMoeCode2Wav,
+        folder,
+        config=config,
+        prefix="code2wav.",
+        dtype=stage.dtype,
+        device=device,
+        attn_implementation="sdpa",
+        report=report,
+    )
+    model = StreamedCode2Wav(module, device=device, max_streams=max_streams)
+    report("comparing the codec decoder in pieces with one pass", None)
+    check_against_one_pass(model)
+    return model
