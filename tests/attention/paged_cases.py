@@ -69,6 +69,44 @@ def decode_and_reference(case: Case, device: str) -> tuple[torch.Tensor, torch.T
     return got, torch.stack(expected)
 
 
+def chunks_and_reference(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last queries of each sequence at once, by the kernel and by the torch backend's masks."""
+    from omnistage.attention.paged import PagedStep
+    from omnistage.attention.paged_torch import TorchPagedBackend
+    from omnistage.attention.triton_backend import TritonPagedBackend
+
+    draw = torch.Generator().manual_seed(1)
+    blocks = sum(-(-n // BLOCK) for n in case.lengths) + 1
+    shape = (blocks, BLOCK, case.kv_heads)
+    kv = PagedKV(
+        torch.randn(*shape, case.head_dim, generator=draw).to(device, case.dtype),
+        torch.randn(*shape, case.value_dim, generator=draw).to(device, case.dtype),
+    )
+    tables, free = torch.zeros(len(case.lengths), blocks, dtype=torch.int32), 1
+    for row, length in enumerate(case.lengths):
+        tables[row, : -(-length // BLOCK)] = torch.arange(free, free + -(-length // BLOCK)).flip(0)
+        free += -(-length // BLOCK)
+    lens = tuple(max(1, n // 2 + n % 2) for n in case.lengths)
+    query = torch.randn(sum(lens), case.heads, case.head_dim, generator=draw)
+    query = query.to(device, case.dtype)
+    how = {"scale": 0.3, "window": case.window, "softcap": case.softcap}
+    results = []
+    for backend in (TritonPagedBackend(processors=8), TorchPagedBackend()):
+        step = PagedStep(
+            num_decodes=0,
+            slots=torch.zeros(0, dtype=torch.int64, device=device),
+            block_tables=tables.to(device),
+            context_lens=torch.tensor(case.lengths, dtype=torch.int32, device=device),
+            chunk_lens=lens,
+            chunk_contexts=case.lengths,
+            kv=[kv],
+            backend=backend,
+        )
+        backend.begin(step)
+        results.append(backend.chunks(query, kv, step, **how))
+    return results[0], results[1].double()
+
+
 def _attend(
     case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
@@ -83,11 +121,12 @@ def _attend(
 
 
 def compare(case: Case, device: str) -> None:
-    got, expected = decode_and_reference(case, device)
     limit = 1e-5 if case.dtype is torch.float32 else 2e-2
-    assert expected.abs().max() > 0.5, "the reference is near zero"
-    assert (got.double() - expected).abs().max() < limit, case
-    assert (got.double().roll(1, 1) - expected).abs().max() > limit, "heads do not matter"
+    for make in (decode_and_reference, chunks_and_reference):
+        got, expected = make(case, device)
+        assert expected.abs().max() > 0.5, "the reference is near zero"
+        assert (got.double() - expected).abs().max() < limit, (make, case)
+        assert (got.double().roll(1, 1) - expected).abs().max() > limit, "heads do not matter"
 
 
 if __name__ == "__main__":

@@ -116,7 +116,33 @@ class PagedBackend(Protocol):
     ) -> torch.Tensor:
         """query (t, heads, head_dim): the last t of `context` positions of one sequence with
         block_table (W,), causal → (t, heads, value_dim)."""
-        ...
+        raise NotImplementedError
+
+    def chunks(
+        self,
+        query: torch.Tensor,
+        kv: PagedKV,
+        step: PagedStep,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query (sum of chunk_lens, heads, head_dim): all chunks of `step`; one by one by `chunk`
+        where a backend has nothing better."""
+        import torch
+
+        attended, first = [], 0
+        for index, (length, context) in enumerate(
+            zip(step.chunk_lens, step.chunk_contexts, strict=True)
+        ):
+            table = step.block_tables[step.num_decodes + index]
+            part = query[first : first + length]
+            attended.append(
+                self.chunk(part, kv, table, context, scale=scale, window=window, softcap=softcap)
+            )
+            first += length
+        return torch.cat(attended)
 
 
 _current_step: ContextVar[PagedStep | None] = ContextVar("paged_step", default=None)
@@ -229,14 +255,8 @@ def _attend(
     if decodes:
         tables, contexts = step.block_tables[:decodes], step.context_lens[:decodes]
         parts.append(step.backend.decode(query[:decodes], kv, tables, contexts, **how))
-    first = decodes
-    for index, (length, context) in enumerate(
-        zip(step.chunk_lens, step.chunk_contexts, strict=True)
-    ):
-        table = step.block_tables[decodes + index]
-        chunk = query[first : first + length]
-        parts.append(step.backend.chunk(chunk, kv, table, context, **how))
-        first += length
+    if step.chunk_lens:
+        parts.append(step.backend.chunks(query[decodes:], kv, step, **how))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
