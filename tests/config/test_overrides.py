@@ -22,7 +22,7 @@ from tests.config.pipelines import resolve, two_stage_pipeline
 )
 def test_spellings_of_one_override(flags: list[tuple[str, str]]) -> None:
     config = resolve(two_stage_pipeline(), flags=flags)
-    assert [stage.max_num_seqs for stage in config.stages] == [1, 4]
+    assert [stage.max_num_seqs for stage in config.stages] == [16, 4]
 
 
 def test_text_is_parsed_as_the_key_expects() -> None:

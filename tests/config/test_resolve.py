@@ -20,7 +20,7 @@ YAML_ONE = "max_num_seqs: 2\nstages: [{stage_id: 1, max_num_seqs: 3}]"
 @pytest.mark.parametrize(
     ("yaml", "overrides", "expected"),
     [
-        (None, {}, (1, 1)),
+        (None, {}, (16, 1)),
         (YAML_ALL, {}, (2, 2)),
         (YAML_ONE, {}, (2, 3)),
         (YAML_ONE, {"max_num_seqs": 4}, (4, 4)),

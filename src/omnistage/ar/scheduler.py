@@ -1,0 +1,353 @@
+"""The token stage's scheduler: continuous batching of requests, step by step.
+
+A request is prepared (template, tokenizer, processor), its media are encoded, its prompt is
+computed in chunks beside the decode steps of others, then it decodes until something ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from omnistage.ar.block_hash import BlockHasher
+from omnistage.ar.blocks import BlockPool
+from omnistage.ar.description import StageDescription
+from omnistage.ar.emission import Piece
+from omnistage.ar.intake import TokenIntake
+from omnistage.ar.limits import max_output
+from omnistage.ar.options import TokenOptions
+from omnistage.ar.output import TokenOutput
+from omnistage.ar.planner import StepPlanner
+from omnistage.ar.prompt import PreparedPrompt
+from omnistage.ar.sequence import Phase, TokenSequence
+from omnistage.ar.step import COLLECT, DESCRIBE, ENCODE, PREPARE, STEP, StepOutcome
+from omnistage.ar.stopping import Detokenizer, OutputText
+from omnistage.ar.token_text import logprob_entry
+from omnistage.contracts.errors import (
+    InternalError,
+    OmniError,
+    OutOfMemoryError,
+    OverloadedError,
+)
+from omnistage.contracts.identity import RequestIdentity, RequestKey
+from omnistage.contracts.modalities import Modality
+from omnistage.contracts.payloads import StageData
+from omnistage.contracts.runtime import Command, Emission, StageRequest
+
+MakeDetokenizer = Callable[[Any, Sequence[int], bool], Detokenizer]
+"""(tokenizer, prompt's ids, skip_special_tokens) → the detokenizer of one sequence."""
+
+
+class TokenScheduler:
+    """See `contracts.runtime.Scheduler`. Between `add` and its end a child is in `_sequences`, and
+    in one of: `_intake` (input, preparing), `_planner` (waiting, running), or finished with output
+    that has not left."""
+
+    def __init__(
+        self,
+        options: TokenOptions,
+        *,
+        make_detokenizer: MakeDetokenizer | None = None,
+        make_grammar: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._options = options
+        self._make_detokenizer = make_detokenizer or _detokenizer
+        self._make_grammar = make_grammar or _grammar
+        self._intake = TokenIntake(options)
+        self._sequences: dict[RequestKey, TokenSequence] = {}
+        self._first_credits: dict[RequestKey, int] = {}
+        self._just_encoded = False
+        self._description: StageDescription | None = None
+        self._planner: StepPlanner
+        self._output: TokenOutput
+
+    # requests ---------------------------------------------------------------------------------
+
+    def add(self, request: StageRequest) -> None:
+        """Raises `OverloadedError` when too many wait, `InvalidRequestError` for what the stage
+        cannot take, `InternalError` for a child that is here already."""
+        key = request.identity.key
+        credits = self._first_credits.pop(key, None)
+        if key in self._sequences:
+            raise InternalError(f"request {request.identity} is already at this stage")
+        if self.counts()[1] >= self._options.max_queued_requests:
+            raise OverloadedError(
+                f"{self._options.max_queued_requests} requests wait for this stage already; retry "
+                "later, or raise options.max_queued_requests",
+                retry_after_s=1.0,
+            )
+        self._sequences[key] = self._intake.add(request, credits)
+
+    def append_input(self, identity: RequestIdentity, data: StageData, epoch: int) -> None:
+        if (sequence := self._sequences.get(identity.key)) is not None:
+            self._intake.append(sequence, data, epoch)
+
+    def end_input(self, identity: RequestIdentity, epoch: int) -> None:
+        if (sequence := self._sequences.get(identity.key)) is not None:
+            self._intake.end(sequence, epoch)
+
+    def set_credits(self, key: RequestKey, credits: int) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            self._first_credits[key] = credits
+        else:
+            sequence.credits = credits
+
+    def abort(self, key: RequestKey) -> None:
+        self._first_credits.pop(key, None)
+        if (sequence := self._sequences.get(key)) is not None:
+            self._drop(sequence)
+
+    def counts(self) -> tuple[int, int]:
+        if self._description is None:
+            return (0, len(self._intake))
+        waiting = len(self._intake) + len(self._planner.waiting)
+        return (len(self._sequences) - waiting, waiting)
+
+    def next_wake_s(self) -> float | None:
+        return None
+
+    # commands ---------------------------------------------------------------------------------
+
+    def next_command(self) -> Command | None:
+        """The loop of a token stage. Preparing is cheap here (it goes on elsewhere), encoding is
+        not: between two encodings those that run take a step."""
+        if self._description is None:
+            return _command(DESCRIBE, "control", (), {})
+        if chosen := self._intake.to_prepare():
+            requests = [_request(one) for one in chosen]
+            return _command(PREPARE, "encode", chosen, {"requests": requests})
+        head = self._planner.to_encode()
+        if head is not None and not (self._just_encoded and self._planner.running):
+            return self._encode(head)
+        if (plan := self._planner.plan()) is not None:
+            self._just_encoded = False
+            rows = self._planner.in_flight[-1].rows
+            return _command(STEP, "step", [row.sequence for row in rows], {"plan": plan})
+        if head is not None:
+            return self._encode(head)
+        if self._planner.in_flight or self._output.is_due:
+            return _command(COLLECT, "step", (), {})
+        return None
+
+    def _encode(self, sequence: TokenSequence) -> Command:
+        self._just_encoded = True
+        fields = {"identity": sequence.identity, "prompt": sequence.prompt}
+        return _command(ENCODE, "encode", (sequence,), fields)
+
+    # outcomes ---------------------------------------------------------------------------------
+
+    def complete(self, command: Command, results: Sequence[StageData]) -> Iterable[Emission]:
+        fields = results[0].fields
+        if command.name == DESCRIBE:
+            return self._described(StageDescription.of(results[0]))
+        if command.name == ENCODE:
+            for sequence in self._of(command):
+                sequence.encoded = True
+        if command.name not in (STEP, COLLECT):
+            return ()
+        self._output.begin_step()
+        failed = [one for outcome in fields["outcomes"] for one in self._collect(outcome)]
+        return [*failed, *self._emit()]
+
+    def deliver(
+        self, identity: RequestIdentity, outcome: StageData | OmniError
+    ) -> Iterable[Emission]:
+        sequence = self._sequences.get(identity.key)
+        if sequence is None:
+            return ()
+        if isinstance(outcome, OmniError):
+            return [self._end(sequence, outcome)]
+        if sequence.phase is Phase.PREPARING:
+            return self._prepared(sequence, outcome)
+        sequence.output.push_payload(outcome)
+        self._output.changed(sequence)
+        return self._emit()
+
+    def fail(self, command: Command, error: OmniError) -> Iterable[Emission]:
+        """Preparing or encoding fails its own children. After a failed step all that was in flight
+        is computed again: in smaller steps when memory ran out, else each sequence alone once; one
+        that fails alone fails."""
+        if command.name == DESCRIBE:
+            raise error
+        if command.name in (PREPARE, ENCODE):
+            return [self._end(one, error) for one in self._of(command)]
+        whom = [one for one in self._planner.drop_in_flight() if one.phase is not Phase.FINISHED]
+        smaller = isinstance(error, OutOfMemoryError) and self._planner.shrink_budget()
+        emissions: list[Emission] = []
+        for one in whom:
+            if one.streamed or one.output.with_payload or (one.alone and not smaller):
+                emissions.append(self._end(one, error))
+                continue
+            one.alone = not smaller and len(whom) > 1
+            if not smaller and len(whom) == 1:
+                emissions.append(self._end(one, error))
+            else:
+                self._planner.start_over(one)
+        return emissions
+
+    def _described(self, description: StageDescription) -> list[Emission]:
+        """From now on there are blocks; who came before is held to the vocabulary as well."""
+        self._description = description
+        pool = BlockPool(description.num_blocks, description.block_size)
+        self._planner = StepPlanner(self._options, pool)
+        has_text = description.tokenizer is not None
+        modality = self._options.output_modality if has_text else Modality.TOKENS
+        self._output = TokenOutput(modality, has_text)
+        self._intake.vocab_size = description.vocab_size
+        self._intake.has_tokenizer = has_text
+        refused: list[Emission] = []
+        for one in list(self._intake):
+            try:
+                self._intake.check(one.params)
+            except OmniError as error:
+                refused.append(self._end(one, error))
+        return refused
+
+    def _prepared(self, sequence: TokenSequence, outcome: StageData) -> list[Emission]:
+        prompt: PreparedPrompt = outcome.fields["prompt"]
+        self._intake.remove(sequence)
+        try:
+            self._begin(sequence, prompt, outcome.fields.get("grammar"))
+        except OmniError as error:
+            return [self._end(sequence, error)]
+        self._planner.enter(sequence)
+        return []
+
+    def _begin(self, sequence: TokenSequence, prompt: PreparedPrompt, compiled: Any) -> None:
+        known = self._description
+        assert known is not None
+        options, params = self._options, sequence.params
+        sequence.max_output = max_output(
+            params,
+            num_prompt=len(prompt.token_ids),
+            max_model_len=min(known.max_model_len, options.max_model_len or known.max_model_len),
+            capacity=known.capacity,
+            max_chunk=None if options.enable_chunked_prefill else options.max_num_batched_tokens,
+            default_max_tokens=options.default_sampling_params.get("max_tokens"),
+        )
+        sequence.prompt, sequence.token_ids = prompt, list(prompt.token_ids)
+        sequence.encoded = not prompt.media
+        if prompt.cacheable and options.enable_prefix_caching:
+            sequence.hasher = BlockHasher(prompt, known.block_size)
+        if params.structured is not None:
+            sequence.grammar = self._make_grammar(compiled)
+        has_text = known.tokenizer is not None
+        sequence.text = OutputText(
+            params=params,
+            eos_token_ids=known.eos_token_ids,
+            max_output=sequence.max_output,
+            detokenizer=self._make_detokenizer(
+                known.tokenizer, prompt.token_ids, params.skip_special_tokens
+            )
+            if has_text
+            else None,
+            grammar=sequence.grammar,
+        )
+
+    def _collect(self, outcome: StepOutcome) -> Iterator[Emission]:
+        """One step's tokens reach their sequences."""
+        for row in self._planner.collect(outcome.number).rows:
+            sequence, key = row.sequence, row.sequence.key
+            if sequence.phase is Phase.FINISHED:
+                continue  # Beyond its end, or it was aborted.
+            sequence.alone = False
+            if key in outcome.errors:
+                yield self._end(sequence, outcome.errors[key])
+            elif row.samples:
+                self._take_token(sequence, outcome.tokens[key], outcome)
+
+    def _take_token(self, sequence: TokenSequence, token: int, outcome: StepOutcome) -> None:
+        assert sequence.text is not None
+        assert self._description is not None
+        sequence.token_ids.append(token)
+        logprobs = outcome.logprobs.get(sequence.key)
+        entry = None
+        if logprobs is not None and sequence.params.logprobs is not None:
+            entry = logprob_entry(self._description.tokenizer, token, logprobs)
+        text, sequence.ending = sequence.text.push(token)
+        sequence.output.push(Piece(token, text, entry))
+        self._output.changed(sequence)
+        if sequence.ending is not None:
+            self._planner.stop(sequence)
+
+    def _emit(self) -> list[Emission]:
+        emissions = list(self._output.emit())
+        for emission in emissions:
+            if emission.final:
+                self._drop(self._sequences[emission.identity.key])
+        return emissions
+
+    def _end(self, sequence: TokenSequence, error: OmniError) -> Emission:
+        self._drop(sequence)
+        return Emission(identity=sequence.identity, error=error)
+
+    def _drop(self, sequence: TokenSequence) -> None:
+        del self._sequences[sequence.key]
+        self._intake.remove(sequence)
+        if self._description is not None:
+            self._planner.leave(sequence)
+            self._output.forget(sequence.key)
+
+    def _of(self, command: Command) -> list[TokenSequence]:
+        found = (self._sequences.get(identity.key) for identity in command.identities)
+        return [one for one in found if one is not None]
+
+    # calls ------------------------------------------------------------------------------------
+
+    def controls(self) -> Mapping[str, Callable[..., Any]]:
+        """Calls that the replica hands to the scheduler."""
+        return {"token_stats": self.stats, "reset_prefix_cache": self.reset_prefix_cache}
+
+    def reset_prefix_cache(self) -> None:
+        if self._description is not None:
+            self._planner.pool.reset()
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start (hits and queries are in blocks), and what there is now."""
+        running, waiting = self.counts()
+        pool = self._planner.pool if self._description is not None else BlockPool(1, 1)
+        return {
+            "prefix_hits": pool.hits,
+            "prefix_queries": pool.queries,
+            "evictions": pool.evictions,
+            "preemptions": self._planner.preemptions if self._description is not None else 0,
+            "kv_blocks_used": pool.num_in_use,
+            "kv_blocks_total": pool.num_usable,
+            "running": running,
+            "waiting": waiting,
+        }
+
+
+def _command(
+    name: str, kind: str, sequences: Sequence[TokenSequence], fields: dict[str, Any]
+) -> Command:
+    return Command(
+        name=name,
+        kind=kind,
+        identities=tuple(one.identity for one in sequences),
+        data=StageData(modality=Modality.TOKENS, fields=fields),
+    )
+
+
+def _request(sequence: TokenSequence) -> StageRequest:
+    return StageRequest(
+        identity=sequence.identity,
+        data=sequence.first_input,
+        params=sequence.params,
+        input_complete=sequence.input_complete,
+    )
+
+
+def _detokenizer(
+    tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool
+) -> Detokenizer:
+    from omnistage.ar.detokenizer import IncrementalDetokenizer
+
+    return IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _grammar(compiled: Any) -> Any:
+    from omnistage.ar.grammar import Grammar
+
+    return Grammar(compiled)

@@ -1,0 +1,131 @@
+"""One child of a request at a token stage, from its arrival to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from omnistage.ar.block_hash import BlockHasher
+from omnistage.ar.emission import OutputBuffer
+from omnistage.ar.prompt import PreparedPrompt
+from omnistage.ar.stopping import Ending, OutputText
+from omnistage.contracts.identity import RequestIdentity, RequestKey
+from omnistage.contracts.payloads import StageData
+from omnistage.contracts.sampling import OmniTokenSamplingParams
+
+
+class Phase(Enum):
+    INPUT = auto()
+    """Waits for input, or for its turn to be prepared."""
+    PREPARING = auto()
+    WAITING = auto()
+    """Prepared; waits for a place and blocks, for the first time or after a preemption."""
+    RUNNING = auto()
+    FINISHED = auto()
+    """Computes nothing any more; something of it may still have to leave."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """`token_ids` are the prompt's and all generated ones known on the host; `num_computed` counts
+    positions whose keys and values are written or in flight, `num_collected` those known written.
+    `in_flight` rows of it have no outcome yet, `in_flight_samples` of those bring a token.
+    `incarnation` counts preemptions. `received` counts token ids of streamed input.
+    """
+
+    identity: RequestIdentity
+    params: OmniTokenSamplingParams
+    seed: int
+    arrival: int
+    first_input: StageData
+    input_complete: bool
+    feeds: bool
+    output: OutputBuffer
+    credits: int | None = None
+    phase: Phase = Phase.INPUT
+    epoch: int = 0
+    new_input: list[StageData] = field(default_factory=list)
+    received: int = 0
+    told_complete: bool = False
+
+    prompt: PreparedPrompt | None = None
+    text: OutputText | None = None
+    grammar: Any = None
+    hasher: BlockHasher | None = None
+    max_output: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    encoded: bool = False
+
+    begun: bool = False
+    streamed: bool = False
+    alone: bool = False
+    incarnation: int = 0
+    told_incarnation: int = 0
+    sampled: bool = False
+    """In this incarnation: its next step is a decode step."""
+    blocks: list[int] = field(default_factory=list)
+    blocks_told: bool = False
+    leaving_blocks: list[int] = field(default_factory=list)
+    """Given up, but steps in flight may still write there."""
+    num_computed: int = 0
+    num_collected: int = 0
+    num_remembered: int = 0
+    in_flight: int = 0
+    in_flight_samples: int = 0
+    ending: Ending | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.identity.key
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Best first: priority, then arrival."""
+        return (-self.identity.priority, self.arrival)
+
+    @property
+    def num_prompt(self) -> int:
+        assert self.prompt is not None
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens generated, in flight included."""
+        return len(self.token_ids) - self.num_prompt + self.in_flight_samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Length once all that is in flight has come."""
+        return len(self.token_ids) + self.in_flight_samples
+
+    @property
+    def num_to_compute(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return not self.sampled and self.num_to_compute > 0
+
+    @property
+    def holds_place(self) -> bool:
+        """The executor keeps a device row for it."""
+        return self.begun
+
+    def may_decode(self, max_pending: int) -> bool:
+        """Whether a decode step may be planned now."""
+        assert self.prompt is not None
+        if not self.sampled or self.num_sampled >= self.max_output:
+            return False
+        if self.grammar is not None and self.in_flight_samples:
+            return False
+        if self.output.num_pending + self.in_flight_samples >= max_pending:
+            return self.credits is None or self.credits > 0
+        return self._has_input_for(self.num_sampled - 1)
+
+    def _has_input_for(self, step: int) -> bool:
+        """Decode step `step` consumes one more id of streamed input than the one before."""
+        assert self.prompt is not None
+        offset = self.prompt.conditioning_offset
+        return offset is None or self.input_complete or self.received >= step + offset
