@@ -98,21 +98,26 @@ def _place_computed(module: torch.nn.Module, plan: LoadPlan) -> None:
 
 def _by_library(plan: LoadPlan) -> torch.nn.Module:
     import torch
+    import transformers
 
+    assert plan.gguf_file is not None
+    unpacked = getattr(transformers, "GgufConfig", None)  # before it, all was unpacked
     with PROCESS_WIDE:
         module, info = plan.cls.from_pretrained(
             plan.folder,
+            config=plan.skeleton.config,
+            gguf_file=plan.gguf_file.name,
             dtype=getattr(torch, plan.dtype),
             device_map={"": plan.device},
-            variant=plan.variant,
-            use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            **plan.skeleton.implementations.arguments,
+            **({"quantization_config": unpacked(dequantize=True)} if unpacked else {}),
         )
     problems = [f"{what} {and_more(map(str, keys))}" for what, keys in info.items() if keys]
     if problems:
         raise CheckpointError(
-            f"{plan.folder} does not fit {plan.component} ({plan.cls.__name__}): "
+            f"{plan.gguf_file} does not fit {plan.component} ({plan.cls.__name__}): "
             f"{'; '.join(problems)}"
         )
     return module

@@ -219,7 +219,7 @@ def _sources(
             device=device,
             tied_to=owner,
         )
-    return sources | _computed(module, state, device)
+    return sources | computed_buffers(module, state, device)
 
 
 def _ties(
@@ -242,9 +242,10 @@ def _ties(
     return ties
 
 
-def _computed(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], device: str
+def computed_buffers(
+    module: torch.nn.Module, state: Collection[str], device: str
 ) -> dict[str, TensorSource]:
+    """Sources of the buffers that no checkpoint holds: those whose names are not in `state`."""
     return {
         name: TensorSource(
             kind=SourceKind.COMPUTED,
