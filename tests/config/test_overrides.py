@@ -17,7 +17,7 @@ from tests.config.pipelines import resolve, two_stage_pipeline
         [("stage_1.max_num_seqs", "4")],
         [("stage-1", '{"max_num_seqs": 4}')],
         [("stage-overrides", '{"1": {"max_num_seqs": 4}}')],
-        [("max-num-seqs", "4"), ("stage-0.max-num-seqs", "1")],
+        [("max-num-seqs", "4"), ("stage-0.max-num-seqs", "16")],
     ],
 )
 def test_spellings_of_one_override(flags: list[tuple[str, str]]) -> None:
