@@ -17,6 +17,8 @@ from omnistage.contracts.errors import InvalidRequestError
 
 INPUT_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm")
 """What `input_audio.format` may say. The data itself decides how it is read."""
+_SLACK_S = 0.01
+"""What a codec's last frame and a change of rate may add."""
 _LOWEST_RATE_HZ, _HIGHEST_RATE_HZ = 1000, 768_000
 
 
@@ -48,27 +50,29 @@ def read_track(
 ) -> Sound:
     """The first audio track of an open container."""
     stream = first_stream(container, "audio", AUDIO_CODECS, what)
-    resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate_hz)
+    resampler = av.AudioResampler(format="fltp", rate=rate_hz)
     pieces: list[np.ndarray] = []
     seconds = 0.0
     for frame in container.decode(stream):
         deadline.check()
         _check_rate(frame.sample_rate)
         seconds += frame.samples / frame.sample_rate
-        if seconds > max_s:
+        if seconds > max_s + _SLACK_S:
             raise InvalidRequestError(
                 f"the {what} lasts more than {max_s:g} s, this server's limit (max_input_audio_s "
                 "for all sounds of a request together)"
             )
         frame.pts = None  # Gaps in broken time stamps would become silence of any length.
-        pieces += [_plane(out) for out in resampler.resample(frame)]
+        pieces += [_mixed(out) for out in resampler.resample(frame)]
     if pieces:
-        pieces += [_plane(out) for out in resampler.resample(None)]
+        pieces += [_mixed(out) for out in resampler.resample(None)]
     return _checked(pieces, rate_hz, what)
 
 
-def _plane(frame: av.AudioFrame) -> np.ndarray:
-    return frame.to_ndarray().reshape(-1)
+def _mixed(frame: av.AudioFrame) -> np.ndarray:
+    """The mean of all channels, as audio libraries for Python mix them; FFmpeg's own differs."""
+    channels: np.ndarray = frame.to_ndarray()
+    return channels[0] if len(channels) == 1 else channels.mean(axis=0)
 
 
 def _check_rate(rate_hz: int) -> None:
