@@ -15,9 +15,10 @@ from omnistage.contracts.outputs import FinishReason, OmniRequestOutput
 from omnistage.contracts.payloads import InlineFrame, PayloadRef, SharedSegment, TensorRef
 from omnistage.contracts.sampling import GenericParams, OmniTokenSamplingParams
 from omnistage.contracts.tensors import host_tensor
-from omnistage.engine.admission import make_children, make_request, needed_stages, prompt_data
+from omnistage.engine.admission import make_children, make_request, needed_stages
 from omnistage.engine.health import engine_health
 from omnistage.engine.joins import join_payloads
+from omnistage.engine.prompts import prompt_data
 from omnistage.engine.results import ResultCollector, materialize
 from omnistage.stages.pool import ReplicaState, StagePool
 from tests.toy.deployment import toy_config, toy_pipeline
@@ -41,7 +42,7 @@ def test_a_prompts_pictures_become_pixels() -> None:
         (7, "prompt"),
         ({"promt": "a"}, "did you mean 'prompt'"),
         ({"prompt": 3}, "string"),
-        ({"prompt": "a", "multi_modal_data": {"video": 1}}, "image, mask"),
+        ({"prompt": "a", "multi_modal_data": {"sound": 1}}, "image, mask"),
         ({"prompt": "a", "multi_modal_data": {"image": "cat.png"}}, "PIL image"),
         ({"prompt": "a", "multi_modal_data": {"image": PICTURE.astype(float)}}, "uint8"),
     ],

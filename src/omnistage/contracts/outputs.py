@@ -36,13 +36,39 @@ class OmniProgress:
 
 
 @dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer, or, in an event of a stream, what that event adds to it.
+
+    `logprobs` has one entry a token: "token_id", "token", "bytes", "logprob", "rank" and "top", the
+    most likely ones in the same shape. `audio` is float32 (n,) at `sample_rate` samples a second.
+    `stop_reason` is the stop string or the id of the stop token that ended the text.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    audio: np.ndarray | None = None
+    sample_rate: int | None = None
+
+    @property
+    def multimodal_output(self) -> dict[str, Any]:
+        """What is not text: "audio" and "sr"."""
+        return {} if self.audio is None else {"audio": self.audio, "sr": self.sample_rate}
+
+
+@dataclass(slots=True, kw_only=True)
 class OmniRequestOutput:
     """One event of a request's stream, or, from `Omni.generate`, its whole result.
 
     `finished` marks the terminal event; `partial` data that a later event continues or replaces.
     `images` are PIL images (uint8), `tensors` arrays by name (float32 (n, height, width, 3) under
     "images" for `output_type` "np", (n, 3, height, width) for "pt", latents for "latent").
-    `stage_durations` maps stage name to seconds. On failure `error` is set and nothing else is.
+    `outputs` has one entry an answer (`n`) of text or sound; `text`, `audio` and `sample_rate` are
+    those of the first. `stage_durations` maps stage name to seconds. On failure `error` is set and
+    nothing else is.
     """
 
     request_id: str
@@ -58,6 +84,7 @@ class OmniRequestOutput:
     images: list[Image] = field(default_factory=list)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     text: str | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     progress: OmniProgress | None = None
     stage_durations: dict[str, float] = field(default_factory=dict)
@@ -69,6 +96,19 @@ class OmniRequestOutput:
         """Whether these are unfinished pictures, which the final ones replace; `fields` hold
         "partial_image_index", "step" and "total_steps"."""
         return self.partial and PARTIAL_IMAGE_INDEX in self.fields
+
+    @property
+    def audio(self) -> np.ndarray | None:
+        """float32 (n,)."""
+        return self.outputs[0].audio if self.outputs else None
+
+    @property
+    def sample_rate(self) -> int | None:
+        return self.outputs[0].sample_rate if self.outputs else None
+
+    @property
+    def multimodal_output(self) -> dict[str, Any]:
+        return self.outputs[0].multimodal_output if self.outputs else {}
 
     @property
     def error_status_code(self) -> int | None:

@@ -12,18 +12,32 @@ from omnistage.contracts.sampling import SamplingParams
 
 
 class OmniPrompt(TypedDict, total=False):
-    """The dictionary form of a prompt.
+    """The dictionary form of a prompt: one of `prompt`, `prompt_token_ids` and `messages`.
 
     `multi_modal_data` maps "image", "audio" or "video" to one item or a list: images are
-    `PIL.Image.Image` or uint8 arrays of shape (height, width, 3 or 4).
+    `PIL.Image.Image` or uint8 arrays of shape (height, width, 3 or 4), sounds float arrays (n,) or
+    `(samples, rate)`, videos uint8 (frames, height, width, 3). `messages` go through the model's
+    chat template with `tools`, `chat_template_kwargs`, `add_generation_prompt` and
+    `continue_final_message`; a part of theirs is `{"type": "text", "text": …}`, or
+    `{"type": "image", "image": item}` and the like. `modalities` names the wanted outputs.
     """
 
     prompt: str
     negative_prompt: str
+    prompt_token_ids: list[int]
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    add_special_tokens: bool
     multi_modal_data: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
+    modalities: list[str]
 
 
-PromptLike = str | OmniPrompt
+PromptLike = str | OmniPrompt | list[dict[str, Any]]
+"""A text, a dictionary, or chat messages."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,9 +9,7 @@ from types import UnionType
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from omnistage.config.checks import suggestion
 from omnistage.config.pipeline import ENTRY, PipelineConfig
 from omnistage.config.resolve import PARAMS_BY_EXECUTION
 from omnistage.config.resolved import OmniConfig
@@ -22,14 +20,16 @@ from omnistage.contracts.payloads import StageData
 from omnistage.contracts.requests import OmniRequest, PromptLike
 from omnistage.contracts.sampling import (
     OmniDiffusionSamplingParams,
+    OmniTokenSamplingParams,
     SamplingParams,
     merge_defaults,
 )
+from omnistage.engine.prompts import MODALITIES, as_dictionary, prompt_data
 from omnistage.engine.request_state import Child
 from omnistage.stages.imports import load_object
 
-_PROMPT_KEYS = ("prompt", "negative_prompt", "multi_modal_data")
-_MEDIA_KEYS = ("image", "mask")
+OUTPUT_MODALITIES = "output_modalities"
+"""The field of a prompt's payload that names the wanted outputs."""
 
 
 def make_request(
@@ -45,16 +45,29 @@ def make_request(
     trace_context: str | None = None,
     streaming_input: bool = False,
     num_children: int = 1,
+    delta: bool = True,
 ) -> OmniRequest:
-    """Raises `InvalidRequestError` that names the offending argument."""
+    """`delta` False: token stages need not hand out what they write before it is complete.
+
+    Raises `InvalidRequestError` that names the offending argument.
+    """
     _check_type("request_id", request_id, str)
     _check_type("trace_context", trace_context, str)
     _check_type("timeout_s", timeout_s, int | float)
     _check_type("priority", priority, int)
     _check_type("n", num_children, int)
-    inputs = prompt if isinstance(prompt, StageData) else prompt_data(prompt)
+    if output_modalities is None and not isinstance(prompt, StageData):
+        output_modalities = _wanted(as_dictionary(prompt).get(MODALITIES))
+    modalities = _modalities(config.pipeline, output_modalities)
+    if isinstance(prompt, StageData):
+        inputs = prompt
+    else:
+        inputs = prompt_data(prompt)
+        inputs.fields[OUTPUT_MODALITIES] = _names(config.pipeline, modalities)
     params = stage_params(config, sampling_params, sampling_params_list)
     params = _tensors_to_inputs(params, inputs)
+    if not delta:
+        params = tuple(_in_one_piece(one) for one in params)
     limit_s = timeout_s if timeout_s is not None else config.limits.request_timeout_s
     if not 0 < limit_s < math.inf:
         raise InvalidRequestError(
@@ -71,7 +84,7 @@ def make_request(
         ),
         inputs=inputs,
         sampling_params=params,
-        output_modalities=_modalities(config.pipeline, output_modalities),
+        output_modalities=modalities,
         streaming_input=streaming_input,
         num_children=num_children,
         prompt=None if isinstance(prompt, StageData) else prompt,
@@ -86,64 +99,6 @@ def _check_type(name: str, value: object, allowed: type | UnionType) -> None:
     raise InvalidRequestError(
         f"{name} must be of type {kind}, got {type(value).__name__}", param=name
     )
-
-
-def prompt_data(prompt: PromptLike) -> StageData:
-    """A prompt as the first payload: fields "prompt" and "negative_prompt", tensors "image_0" …
-    and "mask_0" … as uint8 (height, width, channels)."""
-    if isinstance(prompt, str):
-        return StageData(modality=Modality.TEXT, fields={"prompt": prompt})
-    if not isinstance(prompt, dict):
-        raise InvalidRequestError(
-            f"a prompt is a string or a dictionary, not {type(prompt).__name__}", param="prompt"
-        )
-    _known(dict(prompt), _PROMPT_KEYS, "prompt key")
-    fields = {
-        key: prompt[key] for key in ("prompt", "negative_prompt") if prompt.get(key) is not None
-    }
-    for key, value in fields.items():
-        if not isinstance(value, str):
-            raise InvalidRequestError(f"{key} must be a string", param=key)
-    media = prompt.get("multi_modal_data") or {}
-    _known(media, _MEDIA_KEYS, "multi_modal_data key")
-    tensors: dict[str, Any] = {}
-    for kind, value in media.items():
-        items = value if isinstance(value, list | tuple) else [value]
-        tensors |= {f"{kind}_{i}": _pixels(item, kind) for i, item in enumerate(items)}
-    modality = Modality.IMAGE if tensors else Modality.TEXT
-    return StageData(modality=modality, fields=fields, tensors=tensors)
-
-
-def _known(given: dict[str, Any], allowed: Sequence[str], what: str) -> None:
-    for key in given:
-        if key not in allowed:
-            raise InvalidRequestError(
-                f"unknown {what} {key!r}; {suggestion(str(key), allowed)}", param=str(key)
-            )
-
-
-def _pixels(item: Any, kind: str) -> np.ndarray:
-    """A PIL image or an array as uint8 (height, width, channels); a mask may have one channel."""
-    if not isinstance(item, np.ndarray):
-        if not hasattr(item, "convert"):
-            raise InvalidRequestError(
-                f"{kind} must be a PIL image or a uint8 array, not {type(item).__name__}",
-                param=kind,
-            )
-        if kind == "mask":
-            item = item.convert("L")
-        elif item.mode not in ("RGB", "RGBA"):
-            item = item.convert("RGB")
-        item = np.asarray(item)
-    if item.ndim == 2:
-        item = item[:, :, None]
-    if item.dtype != np.uint8 or item.ndim != 3 or item.shape[2] not in (1, 3, 4):
-        raise InvalidRequestError(
-            f"{kind} must be uint8 of shape (height, width, 1, 3 or 4), got {item.dtype} "
-            f"{item.shape}",
-            param=kind,
-        )
-    return np.ascontiguousarray(item)
 
 
 def stage_params(
@@ -215,6 +170,29 @@ def _modalities(
                 param="modalities",
             )
     return frozenset(Modality(name) for name in wanted)
+
+
+def _wanted(value: object) -> list[str] | None:
+    """What a prompt's own "modalities" say."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise InvalidRequestError(
+            f"modalities must be a list of names, got {value!r}", param="modalities"
+        )
+    return list(value)
+
+
+def _names(pipeline: PipelineConfig, wanted: frozenset[Modality] | None) -> list[str]:
+    """Of the outputs that are made for the caller: a stage learns what others need of it."""
+    made = {s.output_modality for s in pipeline.stages if s.final_output}
+    return sorted(str(one) for one in (made if wanted is None else wanted))
+
+
+def _in_one_piece(params: SamplingParams) -> SamplingParams:
+    if not isinstance(params, OmniTokenSamplingParams):
+        return params
+    return msgspec.structs.replace(params, delta=False)
 
 
 def needed_stages(pipeline: PipelineConfig, wanted: frozenset[Modality] | None) -> frozenset[int]:

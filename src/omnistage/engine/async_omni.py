@@ -128,11 +128,13 @@ class AsyncOmni:
         timeout_s: float | None = None,
         trace_context: str | None = None,
         n: int = 1,
+        delta: bool = True,
     ) -> AsyncIterator[OmniRequestOutput]:
         """Yield progress, partial and final events; the last one has `finished` set.
 
         `sampling_params` goes to every stage that takes its kind, `sampling_params_list` has one
-        entry a stage. A failure raises an `OmniError`. Closing the iterator, or cancelling the task
+        entry a stage; `n` asks for that many answers, each a child. `delta` False: texts may come
+        in one piece. A failure raises an `OmniError`. Closing the iterator, or cancelling the task
         that reads it, aborts the request at every stage.
         """
         request = make_request(
@@ -146,6 +148,7 @@ class AsyncOmni:
             timeout_s=timeout_s,
             trace_context=trace_context,
             num_children=n,
+            delta=delta,
         )
         state = self._admit(request)
         try:
@@ -208,6 +211,23 @@ class AsyncOmni:
             if replica.state is ReplicaState.READY
         ]
         return await asyncio.gather(*calls)
+
+    async def call_stage(
+        self,
+        stage_id: int,
+        method: str,
+        arguments: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Any:
+        """Call `method` on the executor of one ready replica of a stage: what every replica answers
+        alike. Raises its error, `UnavailableError` when none is ready."""
+        orchestrator = self._running()
+        pool = orchestrator.supervisor.pools[stage_id]
+        for replica in pool.replicas:
+            if replica.state is ReplicaState.READY:
+                return await orchestrator.calls.call(replica, method, arguments or {}, timeout_s)
+        raise UnavailableError(f"stage {pool.stage.name!r} has no replica that is ready")
 
     async def start_profile(self, directory: str | Path, **bounds: Any) -> None:
         """Record what every leader executes, in traces below `directory`, until `stop_profile` or

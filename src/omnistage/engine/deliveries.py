@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from omnistage.config.pipeline import ENTRY, StageConfig
 from omnistage.config.resolved import OmniConfig
 from omnistage.contracts.errors import UnavailableError
 from omnistage.contracts.messages import AppendInput, EndInput, Submit
+from omnistage.contracts.sampling import OmniTokenSamplingParams, SamplingParams
 from omnistage.engine.request_state import Child, Delivery, RequestState, StageVisit
 from omnistage.stages.pool import ReplicaHandle
 from omnistage.stages.supervisor import StageSupervisor
+
+_SEEDS = 2**63
 
 
 class Deliveries:
@@ -79,7 +84,7 @@ class Deliveries:
             source_stage_id=delivery.source_stage_id,
             sequence=delivery.sequence,
             payload=delivery.payload,
-            params=state.request.sampling_params[delivery.stage_id],
+            params=_own_params(state.request.sampling_params[delivery.stage_id], child),
             input_complete=not visit.open_sources,
             credits=stage.output_window,
         )
@@ -97,3 +102,10 @@ class Deliveries:
             epoch=delivery.epoch,
         )
         self._supervisor.send(replica, message, delivery.frames)
+
+
+def _own_params(params: SamplingParams, child: Child) -> SamplingParams:
+    """Answer i of several draws from `seed + i`."""
+    if not isinstance(params, OmniTokenSamplingParams) or params.seed is None or not child.group:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + child.group) % _SEEDS)

@@ -19,6 +19,7 @@ from omnistage.contracts.outputs import OmniRequestOutput
 from omnistage.contracts.requests import PromptLike
 from omnistage.contracts.sampling import SamplingParams
 from omnistage.engine.async_omni import AsyncOmni
+from omnistage.engine.conversations import is_conversation
 from omnistage.engine.progress import ProgressReport
 from omnistage.engine.results import ResultCollector
 
@@ -67,17 +68,26 @@ class Omni:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         sampling_params_list: Sequence[SamplingParams] | None = None,
+        output_modalities: Sequence[str] | None = None,
+        n: int = 1,
         use_tqdm: bool = True,
     ) -> list[OmniRequestOutput]:
-        """One output for each prompt, in order.
+        """One output for each prompt, in order. A list of messages is one prompt.
 
         `sampling_params` is one set for all prompts or one for each; `sampling_params_list` one for
-        each stage. A prompt that fails has its `error` set and does not disturb the others.
+        each stage; `output_modalities` names the wanted outputs, `n` how many answers each prompt
+        gets (`outputs`). A prompt that fails has its `error` set and does not disturb the others.
         `use_tqdm` shows a progress bar while the work lasts.
         """
-        many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        one = isinstance(prompts, str | dict) or is_conversation(prompts)
+        many: list[Any] = [prompts] if one else list(prompts)
         params = _one_each(sampling_params, len(many))
-        return self._run(self._generate(many, params, sampling_params_list, use_tqdm))
+        options = {
+            "sampling_params_list": sampling_params_list,
+            "output_modalities": output_modalities,
+            "n": n,
+        }
+        return self._run(self._generate(many, params, options, use_tqdm))
 
     def stream(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None, **options: Any
@@ -138,12 +148,12 @@ class Omni:
         self,
         prompts: list[PromptLike],
         params: list[SamplingParams | None],
-        by_stage: Sequence[SamplingParams] | None,
+        options: dict[str, Any],
         use_tqdm: bool,
     ) -> list[OmniRequestOutput]:
         with ProgressReport(len(prompts), enabled=use_tqdm) as report:
             tasks = [
-                self._generate_one(prompt, one, by_stage, report)
+                self._generate_one(prompt, one, options, report)
                 for prompt, one in zip(prompts, params, strict=True)
             ]
             return await asyncio.gather(*tasks)
@@ -152,7 +162,7 @@ class Omni:
         self,
         prompt: PromptLike,
         params: SamplingParams | None,
-        by_stage: Sequence[SamplingParams] | None,
+        options: dict[str, Any],
         report: ProgressReport,
     ) -> OmniRequestOutput:
         """Never more at once than the engine admits: the rest waits for a place."""
@@ -162,7 +172,7 @@ class Omni:
             async with self._places:
                 try:
                     async for event in self._engine.generate(
-                        prompt, params, request_id, sampling_params_list=by_stage
+                        prompt, params, request_id, delta=False, **options
                     ):
                         report.update(event)
                         collector.add(event)

@@ -11,6 +11,7 @@ from omnistage.contracts.errors import OmniError, RequestCancelledError
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.outputs import FinishReason, OmniRequestOutput
 from omnistage.contracts.tensors import NOT_IN_NUMPY, HostTensor
+from omnistage.engine.answers import AUDIO, Answers, added, is_answer
 
 
 def materialize(output: OmniRequestOutput) -> OmniRequestOutput:
@@ -29,6 +30,8 @@ def materialize(output: OmniRequestOutput) -> OmniRequestOutput:
     output.tensors = tensors
     if isinstance(output.fields.get("text"), str):
         output.text = output.fields["text"]
+    if is_answer(output):
+        output.outputs = [added(output)]
     return output
 
 
@@ -48,8 +51,10 @@ class ResultCollector:
     def __init__(self, request_id: str, prompt: Any) -> None:
         self._result = OmniRequestOutput(request_id=request_id, prompt=prompt, finished=True)
         self._events: list[OmniRequestOutput] = []
+        self._answers = Answers()
 
     def add(self, output: OmniRequestOutput) -> None:
+        self._answers.add(output)
         if not output.partial:
             self._events.append(output)
 
@@ -72,4 +77,11 @@ class ResultCollector:
             result.stage_durations |= event.stage_durations
             result.peak_memory_mb = event.peak_memory_mb or result.peak_memory_mb
             result.finish_reason = event.finish_reason or result.finish_reason
+        result.outputs = self._answers.whole()
+        if result.outputs and AUDIO in result.tensors:
+            del result.tensors[AUDIO]  # The last piece only; the whole is in `outputs`.
+        if any(answer.token_ids for answer in result.outputs):
+            result.text = result.outputs[0].text
+            result.fields["text"] = result.text
+            result.finish_reason = result.outputs[0].finish_reason or result.finish_reason
         return result

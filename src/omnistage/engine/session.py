@@ -10,8 +10,8 @@ from omnistage.contracts.errors import DeadlineExceededError, InvalidRequestErro
 from omnistage.contracts.outputs import OmniRequestOutput
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.requests import PromptLike
-from omnistage.engine.admission import prompt_data
 from omnistage.engine.orchestrator import Orchestrator
+from omnistage.engine.prompts import prompt_data
 from omnistage.engine.request_state import RequestState
 from omnistage.engine.results import materialize
 
