@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omnistage.models.qwen3_omni.code_predictor import FramePredictor
+from omnistage.models.qwen3_omni.code_sampling import CodeSampling
 from omnistage.models.qwen3_omni.rope import RopeRows
 from omnistage.models.qwen3_omni.talker_rows import TalkerRows
 from omnistage.models.qwen3_omni.thinker import layer_specs
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from omnistage.ar.prompt import MediaItem, PreparedPrompt
     from omnistage.contracts.payloads import StageData
     from omnistage.contracts.sampling import OmniTokenSamplingParams
-    from omnistage.models.qwen3_omni.code_predictor import Choose
     from omnistage.models.qwen3_omni.talker_prompt import AnswerText, TalkerPrompts
 
 UNSPOKEN_IDS = 1024
@@ -67,6 +67,8 @@ class TalkerModel:
             hidden_like=text_table,
             pad_id=prompts.config.tts_pad_token_id,
         )
+        codes = module.code_predictor.config.vocab_size
+        self._sampling = CodeSampling(rows + 1, codes, self._predictor.groups, text_table.device)
         unspoken = torch.arange(text.vocab_size) >= text.vocab_size - UNSPOKEN_IDS
         unspoken[list(self.eos_token_ids)] = False
         self._unspoken = unspoken.to(text_table.device)
@@ -80,6 +82,7 @@ class TalkerModel:
     def begin(self, sequence: RunningSequence) -> None:
         self._rope.begin(sequence)
         self._rows.begin(sequence)
+        self._sampling.begin(sequence)
         self._write_text(sequence, 0)
         sequence.own["prompt_embeds"] = self._prompt_embeds(sequence.prompt.own)
 
@@ -129,12 +132,9 @@ class TalkerModel:
         """Finish the frames of `tokens` (S,), and make the inputs (S, hidden_size) that follow from
         them: all codes' embeddings, and the next of the text."""
         embeds = self.module.model.codec_embedding(tokens)
-        choose = self._choose(rows)
+        choose = self._sampling.of_rows(rows, self._rows.steps[rows])
         codes, summed = self._predictor.predict(self._rows.hidden[rows], tokens, embeds, choose)
         return summed + self._text_table[self._rows.next_frame(rows, codes)]
-
-    def _choose(self, rows: torch.Tensor) -> Choose:
-        return lambda logits, group: logits.argmax(-1)
 
     def _chunk_embeds(self, chunk: Chunk) -> torch.Tensor:
         """A prompt's part, and, after a preemption, what was generated before it."""
@@ -146,24 +146,25 @@ class TalkerModel:
         generated = chunk.start + chunk.count - len(prompt)
         if generated > 0:
             first = max(0, chunk.start - len(prompt))
+            if first == 0:
+                sequence.own["frames_made"] = self._rows.frames_made(sequence.row)
             parts.extend(self._again(sequence, step) for step in range(first, generated))
         return torch.cat(parts)
 
     def _again(self, sequence: RunningSequence, step: int) -> torch.Tensor:
-        """(1, hidden_size): the input of decode step `step`, made a second time."""
+        """(1, hidden_size): the input of decode step `step`, whose frame may have been made."""
         import torch
 
         row = torch.tensor([sequence.row], device=self._text_table.device)
         token = sequence.token_ids[len(sequence.prompt.token_ids) + step]
         tokens = torch.tensor([token], device=row.device)
-        codes = self._rows.frame_again(sequence, step)
-        if codes is None:
+        if step >= sequence.own["frames_made"]:
             return self._decode_embeds(row, tokens)
+        codes, text = self._rows.frame_again(sequence.row, step)
         embeds = [self.module.model.codec_embedding(tokens)]
         for group, table in enumerate(self._predictor.module.model.codec_embedding, start=1):
             embeds.append(table(codes[:, group]))
-        text = self._text_table[self._rows.next_frame(row, codes)]
-        return torch.stack(embeds, dim=1).sum(1) + text
+        return torch.stack(embeds, dim=1).sum(1) + self._text_table[text]
 
     def forward(
         self, embeds: torch.Tensor, batch: ModelBatch, arguments: dict[str, Any]

@@ -26,7 +26,7 @@ class Saved:
 
 class TalkerRows:
     """hidden (rows, hidden_size): what the row's last token was sampled from. codes (rows, groups)
-    int64: the last frame. Texts and frames are kept for `capacity` decode steps a row; behind the
+    int64: the last frame. steps (rows,) int64: decode steps made. Texts and frames are kept for `capacity` decode steps a row; behind the
     known text a row reads `pad_id`. `hidden_like` gives dtype, device and hidden_size."""
 
     def __init__(
@@ -37,7 +37,7 @@ class TalkerRows:
         device = hidden_like.device
         self.hidden = hidden_like.new_zeros(rows, hidden_like.shape[1])
         self.codes = torch.zeros(rows, groups, dtype=torch.int64, device=device)
-        self._steps = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self._texts = torch.full((rows, capacity), pad_id, dtype=torch.int64, device=device)
         self._frames = torch.zeros(rows, capacity, groups, dtype=torch.int32, device=device)
         self._pad_id = pad_id
@@ -46,11 +46,13 @@ class TalkerRows:
     def begin(self, sequence: RunningSequence) -> None:
         """Text is written next; a sequence that had a row before continues as it was."""
         row = sequence.row
-        self._steps[row] = 0
+        self.steps[row] = 0
         self._texts[row] = self._pad_id
-        saved: Saved | None = sequence.own.get("saved")
+        saved: Saved | None = sequence.own.pop("saved", None)
         if saved is not None:
             self.hidden[row] = saved.hidden
+            self.steps[row] = saved.steps
+            self._frames[row, : len(saved.frames)] = saved.frames
 
     def write_text(self, row: int, first: int, ids: list[int]) -> None:
         """Text ids for decode steps from `first` on; what lies beyond the capacity is never read."""
@@ -62,20 +64,24 @@ class TalkerRows:
     def next_frame(self, rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Keep the frames (S, groups) of one decode step of `rows` (S,); returns the text ids (S,)
         that go with it. Capturable."""
-        steps = self._steps[rows]
+        steps = self.steps[rows]
         places = steps.clamp(max=self._capacity - 1)
         self.codes[rows] = codes
         self._frames[rows, places] = codes.to(self._frames.dtype)
-        self._steps[rows] = steps + 1
+        self.steps[rows] = steps + 1
         return self._texts[rows, places]
 
-    def frame_again(self, sequence: RunningSequence, step: int) -> torch.Tensor | None:
-        """The frame (1, groups) int64 that decode step `step` made before the sequence lost its
-        row; None for one that was not made."""
-        saved: Saved = sequence.own["saved"]
-        if step >= min(int(saved.steps), len(saved.frames)):
-            return None
-        return saved.frames[step : step + 1].long()
+    def frames_made(self, row: int) -> int:
+        """Decode steps that the row has run. Waits for the device."""
+        return int(self.steps[row])
+
+    def frame_again(self, row: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The frame (1, groups) int64 that decode step `step` made and its text id (1,); the next
+        decode step is the one behind it."""
+        codes = self._frames[row, step : step + 1].long()
+        self.codes[row] = codes[0]
+        self.steps[row] = step + 1
+        return codes, self._texts[row, step : step + 1]
 
     def release(self, sequence: RunningSequence) -> None:
         """Keep on the device what a later `begin` needs."""
@@ -83,6 +89,6 @@ class TalkerRows:
         known = len(sequence.token_ids) - len(sequence.prompt.token_ids) + OVERRUN
         sequence.own["saved"] = Saved(
             frames=self._frames[row, : max(known, 0)].clone(),
-            steps=self._steps[row].clone(),
+            steps=self.steps[row].clone(),
             hidden=self.hidden[row].clone(),
         )
