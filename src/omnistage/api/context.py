@@ -12,6 +12,7 @@ from omnistage.api.media import PictureSource
 from omnistage.api.media_audio import AudioSource
 from omnistage.api.media_video import VideoSource
 from omnistage.api.settings import ApiSettings
+from omnistage.api.text.template import TemplateSource
 from omnistage.api.workers import MediaWorkers
 from omnistage.contracts.errors import InvalidRequestError, NotFoundError
 from omnistage.contracts.modalities import Modality
@@ -28,6 +29,7 @@ class AppContext:
     pictures: PictureSource
     sounds: AudioSource
     videos: VideoSource
+    template: TemplateSource
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property
