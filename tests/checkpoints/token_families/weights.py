@@ -19,6 +19,7 @@ EMBEDDING_STD = 0.05
 HEAD_STD = 0.5
 GAIN = 4.0
 CALM_GAIN = 1.5
+CODEC_GAIN = 0.4
 CALM_PARTS = "audio_tower", "visual", "code2wav", "token2wav"
 LOUDNESS_RMS = 0.2
 
@@ -39,7 +40,8 @@ def randomize(model: nn.Module) -> None:
 
     Matrices enlarge the variance of what they see (by fan-in, the last dimension but for
     convolutions; experts are stacks of matrices), so that attention is choosy; encoders and
-    vocoders do so less, lest they turn roundings into other results. Vectors are what their class
+    vocoders do so less, lest they turn roundings into other results: the convolutions of a codec
+    decoder, residual and with a sine of their sums in between, make them smaller. Vectors are what their class
     made them plus noise. Embeddings are small beside what layers add, lest a model repeats its last
     token for ever, and heads large enough that logits spread by several units: the classes' own
     initialization (0.02) gives almost flat ones.
@@ -61,6 +63,8 @@ def randomize(model: nn.Module) -> None:
         else:
             fan_in = fan_ins.get(id(parameter), parameter.shape[-1])
             gain = CALM_GAIN if path.intersection(CALM_PARTS) else GAIN
+            if "code2wav" in path and id(parameter) in fan_ins:
+                gain = CODEC_GAIN
             parameter.copy_(noise * (gain / fan_in) ** 0.5)
 
 
