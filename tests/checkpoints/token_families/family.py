@@ -36,7 +36,7 @@ def token_model(
     finish: Callable[[PreTrainedModel, Path], None] = lambda model, folder: None,
 ) -> Callable[[Assembler], TokenFamily]:
     """Declare the decorated assembler, after which the family is called (with `-` for `_`) unless
-    it has a `name`. `finish` sees the model with its weights, and the folder, before they are saved.
+    it has a `name`. `finish` sees the model with its weights and the folder before it is saved.
     """
 
     def declare(assemble: Assembler) -> TokenFamily:

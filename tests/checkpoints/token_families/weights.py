@@ -41,10 +41,10 @@ def randomize(model: nn.Module) -> None:
     Matrices enlarge the variance of what they see (by fan-in, the last dimension but for
     convolutions; experts are stacks of matrices), so that attention is choosy; encoders and
     vocoders do so less, lest they turn roundings into other results: the convolutions of a codec
-    decoder, residual and with a sine of their sums in between, make them smaller. Vectors are what their class
-    made them plus noise. Embeddings are small beside what layers add, lest a model repeats its last
-    token for ever, and heads large enough that logits spread by several units: the classes' own
-    initialization (0.02) gives almost flat ones.
+    decoder, residual and with a sine of their sums in between, make it smaller. Vectors are what
+    their class made them plus noise. Embeddings are small beside what layers add, lest a model
+    repeats its last token for ever, and heads large enough that logits spread by several units: the
+    classes' own initialization (0.02) gives almost flat ones.
     """
     modules = list(model.modules())
     looked_up = {id(part.weight) for part in modules if isinstance(part, nn.Embedding)}
@@ -80,6 +80,12 @@ def _fan_in(convolution: nn.Module) -> float:
 def loud_for_a_tied_head(norm: nn.Module) -> None:
     """Make the last norm's scale as much larger as the head is smaller for being the embeddings."""
     norm.weight.add_(HEAD_STD / EMBEDDING_STD - 1)
+
+
+@torch.no_grad()
+def enlarge(norm: nn.Module) -> None:
+    """About three times what it gives, where its weight counts from zero."""
+    norm.weight.add_(2)
 
 
 @torch.no_grad()
