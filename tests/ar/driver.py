@@ -14,7 +14,7 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Emission, StageRequest
 from omnistage.contracts.sampling import OmniTokenSamplingParams
-from tests.ar.fake_executor import FakeDetokenizer, FakeExecutor
+from tests.ar.fake_executor import FakeDetokenizer, FakeExecutor, FakeGrammar
 
 MANY_CREDITS = 1_000_000
 
@@ -68,7 +68,9 @@ class Driver:
     ) -> None:
         self.executor = executor or FakeExecutor()
         self.scheduler = TokenScheduler(
-            options or token_options(), make_detokenizer=FakeDetokenizer, make_grammar=make_grammar
+            options or token_options(),
+            make_detokenizer=FakeDetokenizer,
+            make_grammar=make_grammar or FakeGrammar,
         )
         self.hold_late = hold_late
         self.heard: dict[RequestKey, Heard] = {}

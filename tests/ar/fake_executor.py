@@ -70,6 +70,27 @@ class FakeDetokenizer:
         return ""
 
 
+class FakeGrammar:
+    """Allows ids 3, 4, 5, 6, … one after another, then the end: of `compiled` ids, a number."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.length = compiled
+        self.accepted = 0
+
+    def bitmask(self) -> np.ndarray:
+        allowed = 3 + self.accepted if self.accepted < self.length else EOS
+        mask = np.zeros(-(-VOCABULARY // 32), dtype=np.int32)
+        mask[allowed // 32] = 1 << (allowed % 32)
+        return mask
+
+    def accept(self, token: int) -> None:
+        assert token == (3 + self.accepted if self.accepted < self.length else EOS)
+        self.accepted += 1
+
+    def is_terminated(self) -> bool:
+        return self.accepted > self.length
+
+
 @dataclass
 class _Row:
     tokens: list[int]
@@ -140,7 +161,7 @@ class FakeExecutor:
         ids = request.data.fields["prompt_token_ids"]
         if any(one >= VOCABULARY for one in ids):
             return InvalidRequestError("an id of the prompt is none of the vocabulary")
-        grammar = "compiled" if request.params.structured is not None else None
+        grammar = int(request.params.structured.regex) if request.params.structured else None
         return _data(prompt=PreparedPrompt(token_ids=list(ids)), grammar=grammar)
 
     def _step(self, plan: StepPlan) -> StepOutcome:

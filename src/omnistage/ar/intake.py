@@ -78,13 +78,16 @@ class TokenIntake:
         if epoch >= sequence.epoch:
             sequence.input_complete = True
 
-    def to_prepare(self) -> list[TokenSequence]:
-        """Those that can be prepared now. A user's input is prepared when all of it is there, a
-        stage's when its first part is (`async_chunk`)."""
+    def to_prepare(self, most: int) -> list[TokenSequence]:
+        """At most `most` that can be prepared now. A user's input is prepared when all of it is
+        there, a stage's when its first part is (`async_chunk`)."""
+        most = min(most, MAX_PREPARING - len(self._preparing))
+        if most <= 0 or not self._gathering:
+            return []
         at_once = self.options.async_chunk and not self.options.entry
         ready = [one for one in self._gathering if at_once or one.input_complete]
         ready.sort(key=lambda one: one.order)
-        chosen = ready[: MAX_PREPARING - len(self._preparing)]
+        chosen = ready[:most]
         for one in chosen:
             self._gathering.remove(one)
             self._preparing.append(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from omnistage.contracts.errors import InvalidRequestError
 from omnistage.contracts.sampling import (
@@ -11,13 +11,10 @@ from omnistage.contracts.sampling import (
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     OmniTokenSamplingParams,
-    StructuredOutput,
 )
 
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_STRUCTURED_LENGTH = 1_048_576
-MAX_CHOICES = 1024
 _INT64 = 2**63
 
 _RANGES: dict[str, tuple[float, float, bool, str]] = {
@@ -44,8 +41,6 @@ def check_token_params(params: OmniTokenSamplingParams, vocab_size: int | None) 
     _check_counts(params)
     _check_stops(params, vocab_size)
     _check_bias(params, vocab_size)
-    if params.structured is not None:
-        _check_structured(params.structured)
 
 
 def _refusal(name: str, value: object, words: str) -> InvalidRequestError:
@@ -114,38 +109,6 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int | None) -> None:
             raise InvalidRequestError(
                 f"{name} names token {token_id}; token ids are {allowed}", param=name
             )
-
-
-def _check_structured(structured: StructuredOutput) -> None:
-    chosen = list(_chosen(structured))
-    if len(chosen) != 1:
-        raise InvalidRequestError(
-            "structured output takes exactly one of json_schema, json_object, regex, grammar and "
-            f"choice, got {', '.join(chosen) or 'none'}",
-            param="structured",
-        )
-    for name in ("json_schema", "regex", "grammar"):
-        text = getattr(structured, name)
-        if text is not None and not 1 <= len(text) <= MAX_STRUCTURED_LENGTH:
-            raise InvalidRequestError(
-                f"structured.{name} has {len(text)} characters; allowed are 1 to "
-                f"{MAX_STRUCTURED_LENGTH}",
-                param=f"structured.{name}",
-            )
-    if structured.choice is not None and not 1 <= len(structured.choice) <= MAX_CHOICES:
-        raise InvalidRequestError(
-            f"structured.choice has {len(structured.choice)} strings; allowed are 1 to "
-            f"{MAX_CHOICES}",
-            param="structured.choice",
-        )
-
-
-def _chosen(structured: StructuredOutput) -> Iterator[str]:
-    for name in ("json_schema", "regex", "grammar", "choice"):
-        if getattr(structured, name) is not None:
-            yield name
-    if structured.json_object:
-        yield "json_object"
 
 
 def max_output(

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from omnistage.ar.block_hash import BlockHasher
+from omnistage.ar.beginning import (
+    Beginning,
+    MakeDetokenizer,
+    MakeGrammar,
+    make_detokenizer,
+    make_grammar,
+)
 from omnistage.ar.blocks import BlockPool
 from omnistage.ar.description import StageDescription
 from omnistage.ar.emission import Piece
 from omnistage.ar.intake import TokenIntake
-from omnistage.ar.limits import max_output
 from omnistage.ar.options import TokenOptions
 from omnistage.ar.output import TokenOutput
 from omnistage.ar.planner import StepPlanner
-from omnistage.ar.prompt import PreparedPrompt
 from omnistage.ar.sequence import Phase, TokenSequence
 from omnistage.ar.step import COLLECT, DESCRIBE, ENCODE, PREPARE, STEP, StepOutcome
-from omnistage.ar.stopping import Detokenizer, OutputText
 from omnistage.ar.token_text import logprob_entry
 from omnistage.contracts.errors import (
     InternalError,
@@ -34,8 +37,8 @@ from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, Emission, StageRequest
 
-MakeDetokenizer = Callable[[Any, Sequence[int], bool], Detokenizer]
-"""(tokenizer, prompt's ids, skip_special_tokens) → the detokenizer of one sequence."""
+_PREPARED_AHEAD = 2
+"""Prompts that wait prepared, media and all, in places' worth."""
 
 
 class TokenScheduler:
@@ -47,12 +50,11 @@ class TokenScheduler:
         self,
         options: TokenOptions,
         *,
-        make_detokenizer: MakeDetokenizer | None = None,
-        make_grammar: Callable[[Any], Any] | None = None,
+        make_detokenizer: MakeDetokenizer = make_detokenizer,
+        make_grammar: MakeGrammar = make_grammar,
     ) -> None:
         self._options = options
-        self._make_detokenizer = make_detokenizer or _detokenizer
-        self._make_grammar = make_grammar or _grammar
+        self._beginning = Beginning(options, make_detokenizer, make_grammar)
         self._intake = TokenIntake(options)
         self._sequences: dict[RequestKey, TokenSequence] = {}
         self._first_credits: dict[RequestKey, int] = {}
@@ -101,7 +103,7 @@ class TokenScheduler:
     def counts(self) -> tuple[int, int]:
         if self._description is None:
             return (0, len(self._intake))
-        waiting = len(self._intake) + len(self._planner.waiting)
+        waiting = len(self._intake) + self._planner.places.num_waiting
         return (len(self._sequences) - waiting, waiting)
 
     def next_wake_s(self) -> float | None:
@@ -114,11 +116,12 @@ class TokenScheduler:
         not: between two encodings those that run take a step."""
         if self._description is None:
             return _command(DESCRIBE, "control", (), {})
-        if chosen := self._intake.to_prepare():
+        ahead = _PREPARED_AHEAD * self._options.max_num_seqs - self._planner.places.num_waiting
+        if chosen := self._intake.to_prepare(ahead):
             requests = [_request(one) for one in chosen]
             return _command(PREPARE, "encode", chosen, {"requests": requests})
         head = self._planner.to_encode()
-        if head is not None and not (self._just_encoded and self._planner.running):
+        if head is not None and not (self._just_encoded and self._planner.places.running):
             return self._encode(head)
         if (plan := self._planner.plan()) is not None:
             self._just_encoded = False
@@ -172,23 +175,24 @@ class TokenScheduler:
             raise error
         if command.name in (PREPARE, ENCODE):
             return [self._end(one, error) for one in self._of(command)]
-        whom = [one for one in self._planner.drop_in_flight() if one.phase is not Phase.FINISHED]
+        steps = self._planner.drop_in_flight()
+        whom = {id(row.sequence): row.sequence for step in steps for row in step.rows}
+        live = [one for one in whom.values() if one.phase is not Phase.FINISHED]
+        # Payloads of the failed command itself are withdrawn, those of steps before it are not.
+        sent = steps[:-1] if command.name == STEP else steps
+        lost = {id(row.sequence) for step in sent for row in step.rows if row.wants_payload}
         smaller = isinstance(error, OutOfMemoryError) and self._planner.shrink_budget()
         emissions: list[Emission] = []
-        for one in whom:
-            if one.streamed or one.output.with_payload or (one.alone and not smaller):
-                emissions.append(self._end(one, error))
-                continue
-            one.alone = not smaller and len(whom) > 1
-            if not smaller and len(whom) == 1:
+        for one in live:
+            if id(one) in lost or one.is_irreproducible or (len(live) == 1 and not smaller):
                 emissions.append(self._end(one, error))
             else:
-                self._planner.start_over(one)
+                self._planner.start_over(one, alone=not smaller)
         return emissions
 
     def _described(self, description: StageDescription) -> list[Emission]:
         """From now on there are blocks; who came before is held to the vocabulary as well."""
-        self._description = description
+        self._description = self._beginning.description = description
         pool = BlockPool(description.num_blocks, description.block_size)
         self._planner = StepPlanner(self._options, pool)
         has_text = description.tokenizer is not None
@@ -205,45 +209,13 @@ class TokenScheduler:
         return refused
 
     def _prepared(self, sequence: TokenSequence, outcome: StageData) -> list[Emission]:
-        prompt: PreparedPrompt = outcome.fields["prompt"]
         self._intake.remove(sequence)
         try:
-            self._begin(sequence, prompt, outcome.fields.get("grammar"))
+            self._beginning.begin(sequence, outcome.fields["prompt"], outcome.fields.get("grammar"))
         except OmniError as error:
             return [self._end(sequence, error)]
-        self._planner.enter(sequence)
+        self._planner.places.wait(sequence)
         return []
-
-    def _begin(self, sequence: TokenSequence, prompt: PreparedPrompt, compiled: Any) -> None:
-        known = self._description
-        assert known is not None
-        options, params = self._options, sequence.params
-        sequence.max_output = max_output(
-            params,
-            num_prompt=len(prompt.token_ids),
-            max_model_len=min(known.max_model_len, options.max_model_len or known.max_model_len),
-            capacity=known.capacity,
-            max_chunk=None if options.enable_chunked_prefill else options.max_num_batched_tokens,
-            default_max_tokens=options.default_sampling_params.get("max_tokens"),
-        )
-        sequence.prompt, sequence.token_ids = prompt, list(prompt.token_ids)
-        sequence.encoded = not prompt.media
-        if prompt.cacheable and options.enable_prefix_caching:
-            sequence.hasher = BlockHasher(prompt, known.block_size)
-        if params.structured is not None:
-            sequence.grammar = self._make_grammar(compiled)
-        has_text = known.tokenizer is not None
-        sequence.text = OutputText(
-            params=params,
-            eos_token_ids=known.eos_token_ids,
-            max_output=sequence.max_output,
-            detokenizer=self._make_detokenizer(
-                known.tokenizer, prompt.token_ids, params.skip_special_tokens
-            )
-            if has_text
-            else None,
-            grammar=sequence.grammar,
-        )
 
     def _collect(self, outcome: StepOutcome) -> Iterator[Emission]:
         """One step's tokens reach their sequences."""
@@ -255,7 +227,10 @@ class TokenScheduler:
             if key in outcome.errors:
                 yield self._end(sequence, outcome.errors[key])
             elif row.samples:
-                self._take_token(sequence, outcome.tokens[key], outcome)
+                try:
+                    self._take_token(sequence, outcome.tokens[key], outcome)
+                except OmniError as error:  # Its grammar's: too complex, or not kept.
+                    yield self._end(sequence, error)
 
     def _take_token(self, sequence: TokenSequence, token: int, outcome: StepOutcome) -> None:
         assert sequence.text is not None
@@ -270,6 +245,8 @@ class TokenScheduler:
         self._output.changed(sequence)
         if sequence.ending is not None:
             self._planner.stop(sequence)
+        elif sequence.grammar is not None:
+            sequence.bitmask = sequence.grammar.bitmask()
 
     def _emit(self) -> list[Emission]:
         emissions = list(self._output.emit())
@@ -337,17 +314,3 @@ def _request(sequence: TokenSequence) -> StageRequest:
         params=sequence.params,
         input_complete=sequence.input_complete,
     )
-
-
-def _detokenizer(
-    tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool
-) -> Detokenizer:
-    from omnistage.ar.detokenizer import IncrementalDetokenizer
-
-    return IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
-
-
-def _grammar(compiled: Any) -> Any:
-    from omnistage.ar.grammar import Grammar
-
-    return Grammar(compiled)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.block_hash import BlockHasher
 from omnistage.ar.emission import OutputBuffer
 from omnistage.ar.prompt import PreparedPrompt
+from omnistage.ar.step import StepRow
 from omnistage.ar.stopping import Ending, OutputText
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.sampling import OmniTokenSamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Phase(Enum):
@@ -47,18 +51,21 @@ class TokenSequence:
     epoch: int = 0
     new_input: list[StageData] = field(default_factory=list)
     received: int = 0
-    told_complete: bool = False
 
     prompt: PreparedPrompt | None = None
     text: OutputText | None = None
     grammar: Any = None
+    bitmask: np.ndarray | None = None
+    """What its grammar allows next."""
     hasher: BlockHasher | None = None
     max_output: int = 0
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     encoded: bool = False
 
+    placed: bool = False
     begun: bool = False
+    """The executor knows it."""
     streamed: bool = False
     alone: bool = False
     incarnation: int = 0
@@ -105,13 +112,26 @@ class TokenSequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def is_irreproducible(self) -> bool:
+        """It cannot start over at an executor that has forgotten it: streamed input is not kept,
+        and payloads would be built twice."""
+        return self.streamed or (self.output.with_payload and self.num_sampled > 0)
+
+    @property
     def is_prefilling(self) -> bool:
         return not self.sampled and self.num_to_compute > 0
 
-    @property
-    def holds_place(self) -> bool:
-        """The executor keeps a device row for it."""
-        return self.begun
+    def was_planned(self, row: StepRow) -> None:
+        """`row` is in a step now: what it says need not be said again."""
+        self.begun = self.blocks_told = True
+        self.told_incarnation = self.incarnation
+        self.streamed |= bool(row.appended)
+        self.new_input = []
+        self.num_computed += row.count
+        self.in_flight += 1
+        if row.samples:
+            self.in_flight_samples += 1
+            self.sampled = True
 
     def may_decode(self, max_pending: int) -> bool:
         """Whether a decode step may be planned now."""

@@ -7,9 +7,9 @@ out, in order, and decides nothing. Together they are one failure unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from omnistage.contracts.errors import OmniError
 from omnistage.contracts.identity import RequestIdentity, RequestKey
@@ -142,6 +142,14 @@ class Executor(Protocol):
     def execute(self, command: Command, context: ExecutionContext) -> StageData: ...
 
     def release(self, key: RequestKey) -> None:
+@runtime_checkable
+class HasControls(Protocol):
+    """A scheduler that answers calls to its replica itself (`Control`), by method. What it does not
+    name goes to the executor."""
+
+    def controls(self) -> Mapping[str, Callable[..., Any]]: ...
+
+
         """Free what is held for this child (also after a failure or a cancel)."""
 
     def control(self, method: str, arguments: dict[str, Any]) -> Any: ...

@@ -1,4 +1,4 @@
-"""Calls to a replica itself: what it holds, profiles; everything else goes to the executor."""
+"""Calls to a replica: what it holds, profiles; else its scheduler's, else its executor's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omnistage.contracts.errors import InvalidRequestError
-from omnistage.contracts.runtime import Command, Executor
+from omnistage.contracts.runtime import Command, Executor, HasControls, Scheduler
 from omnistage.observability.profiling import MAX_S, MAX_STEPS, Profiler
 
 HELD_RESOURCES = "held_resources"
@@ -24,12 +24,14 @@ class ReplicaControls:
         stage_name: str,
         replica_id: int,
         executor: Executor,
+        scheduler: Scheduler,
         held_resources: Callable[[], dict[str, int]],
         finish_outputs: Callable[[], None],
     ) -> None:
         self._stage_name = stage_name
         self._replica_id = replica_id
         self._executor = executor
+        self._scheduler_calls = scheduler.controls() if isinstance(scheduler, HasControls) else {}
         self._held_resources = held_resources
         self._finish_outputs = finish_outputs
         self._profiler: Profiler | None = None
@@ -42,6 +44,8 @@ class ReplicaControls:
             return self._start_profile(**arguments)
         if method == STOP_PROFILE:
             return self._stop_profile()
+        if method in self._scheduler_calls:
+            return self._scheduler_calls[method](**arguments)
         self._finish_outputs()
         return self._executor.control(method, arguments)
 

@@ -194,6 +194,7 @@ class Replica:
             self._executor,
             self._held_resources,
             self._finish_outputs,
+            self._scheduler,
         )
         self._clock.idle()
         load_s = time.monotonic() - started

@@ -1,0 +1,69 @@
+"""Who runs, who waits, and for whom the executor keeps a device row."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from omnistage.ar.sequence import Phase, TokenSequence
+
+
+def _order(sequence: TokenSequence) -> tuple[int, int]:
+    return sequence.order
+
+
+@dataclass(slots=True)
+class Places:
+    """At most `capacity` sequences have a place, from the step that begins them until they are
+    gone: also while they are preempted, or finished with output that nobody has taken."""
+
+    capacity: int
+    running: list[TokenSequence] = field(default_factory=list)
+    _new: list[TokenSequence] = field(default_factory=list)
+    _placed: list[TokenSequence] = field(default_factory=list)
+    """Those that wait with a place of their own."""
+    _taken: int = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._new) + len(self._placed)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        yield from self.running
+        yield from self._placed
+        yield from self._new
+
+    def wait(self, sequence: TokenSequence) -> None:
+        """It waits for its turn, without running any more if it did."""
+        self.withdraw(sequence)
+        sequence.phase = Phase.WAITING
+        insort(self._placed if sequence.placed else self._new, sequence, key=_order)
+
+    def next_waiting(self) -> TokenSequence | None:
+        """The best one that can have a place."""
+        heads = self._placed[:1]
+        if self._taken < self.capacity:
+            heads += self._new[:1]
+        return min(heads, key=_order) if heads else None
+
+    def run(self, sequence: TokenSequence) -> None:
+        self.withdraw(sequence)
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+        if not sequence.placed:
+            sequence.placed = True
+            self._taken += 1
+
+    def withdraw(self, sequence: TokenSequence) -> None:
+        """Out of the list that it is in; it keeps its place."""
+        if sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
+            (self._placed if sequence.placed else self._new).remove(sequence)
+
+    def leave(self, sequence: TokenSequence) -> None:
+        """The executor forgets it."""
+        if sequence.placed:
+            sequence.placed = False
+            self._taken -= 1
