@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from itertools import chain, cycle
 
@@ -12,6 +13,7 @@ from omnistage.ar.generation.causal_convs import CausalConvs
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.models.qwen3_omni.code2wav import StreamedCode2Wav
 from omnistage.models.qwen3_omni.code2wav_gate import check_against_one_pass
+from tests.diffusion.graph_platform import GraphPlatform
 from tests.models.qwen3_omni.loud_codec import (
     LOUD_RMS,
     REAL_SHAPE,
@@ -145,6 +147,49 @@ def test_a_piece_that_fails_leaves_the_stream_as_it_was(tiny):
     pieces += tiny.decode([stream], codes[:, 12:], [12])
     tiny.release(stream)
     assert difference(torch.cat(pieces)[None], one_pass(tiny.module, codes)) <= ALLOWED
+
+
+@pytest.mark.invariant("AR-INV-121")
+def test_captured_steps_are_the_one_pass_decode():
+    """Played graphs: fixed inputs, one result that each replay overwrites. Three streams share a
+    graph of four; the third ends early, at a size that is captured; seven frames are not."""
+    model = StreamedCode2Wav(loud_codec(TINY), device="cpu", max_streams=4)
+    platform = GraphPlatform()
+    model.capture(platform, max_batch=4, sizes=(4, 25), report=lambda note, fraction: None)
+    assert len(platform.graphs) == 6
+    codes = random_codes(TINY, 3, 61, seed=9)
+    wanted = one_pass(model.module, codes)
+    streams = [model.begin(("r", index)) for index in range(3)]
+    waves = [[] for _ in streams]
+    for start, size, last in ((0, 4, 4), (4, 25, 25), (29, 25, 10), (54, 7, 0)):
+        piece = codes[:, start : start + size].clone()
+        piece[2, last:] = 0
+        count = 3 if last else 2
+        frames = [size, size, last][:count]
+        for row, wave in enumerate(model.decode(streams[:count], piece[:count], frames)):
+            waves[row].append(wave.clone())
+    for row in (0, 1):
+        assert difference(torch.cat(waves[row]), wanted[row]) <= ALLOWED
+    ended = torch.cat(waves[2])
+    assert len(ended) == 39 * model.samples_per_frame - model.lag
+    assert difference(ended, wanted[2, : len(ended)]) <= ALLOWED
+    model.close()
+    assert all(graph.is_reset for graph in platform.graphs)
+
+
+def test_long_audio_leaves_nothing_behind(tiny):
+    """Ten minutes' frames would be more of the same: no tensor stays from a piece to the next."""
+    stream = tiny.begin(("a", 0))
+    codes = random_codes(TINY, 1, 25, seed=10)
+
+    def tensors_after(pieces: int) -> int:
+        for _ in range(pieces):
+            tiny.decode([stream], codes, [25])
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    assert tensors_after(1) == tensors_after(59)
+    tiny.release(stream)
 
 
 def stateful_names() -> list[str]:

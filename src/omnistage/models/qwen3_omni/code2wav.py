@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnistage.ar.generation.captured import CapturedSteps
 from omnistage.ar.generation.causal_convs import CausalConvs, Place, StreamStep
 from omnistage.ar.generation.codec import CodecStream
+from omnistage.ar.generation.options import read_generation_options
 from omnistage.ar.generation.state_pool import StatePool
 from omnistage.contracts.identity import RequestKey
 from omnistage.memory.transformers_loader import load_transformers
@@ -22,6 +24,7 @@ from omnistage.models.qwen3_omni.code2wav_gate import (
     check_modules,
     is_kind,
 )
+from omnistage.platforms.registry import platform_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from omnistage.config.resolved import ResolvedStage
     from omnistage.contracts.runtime import LoadReporter
+    from omnistage.platforms.base import Platform
 
 SAMPLE_RATE = 24_000
 """Hz; no configuration of the checkpoint says it."""
@@ -61,6 +65,11 @@ class StreamedCode2Wav:
         self._convs = CausalConvs()
         self.lag = self._follow_convolutions()
         self._follow_attention()
+        self._captured: CapturedSteps | None = None
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        return self._captured.sizes if self._captured is not None else ()
 
     @property
     def bytes_per_stream(self) -> int:
@@ -83,7 +92,8 @@ class StreamedCode2Wav:
 
         rows = torch.tensor([stream.row for stream in streams]).to(self._device, non_blocking=True)
         before = torch.tensor([stream.frames for stream in streams])
-        waves = self.step(rows, before.to(self._device, non_blocking=True), codes)
+        run = self._captured or self.step
+        waves = run(rows, before.to(self._device, non_blocking=True), codes)
         pieces = []
         for stream, wave, count in zip(streams, waves, frames, strict=True):
             first = max(0, self.lag - stream.frames * self.samples_per_frame)
@@ -102,6 +112,22 @@ class StreamedCode2Wav:
             waves = self.module(codes.transpose(1, 2))
             self._pool.write(rows, step.written)
         return waves[:, 0].float()
+
+    def capture(
+        self, platform: Platform, *, max_batch: int, sizes: Sequence[int], report: LoadReporter
+    ) -> None:
+        """From now on pieces of these sizes are replayed from graphs."""
+        captured = CapturedSteps(
+            self.step,
+            platform,
+            self._device,
+            max_batch=max_batch,
+            sizes=sizes,
+            num_codebooks=self.num_codebooks,
+            spare_row=self._pool.spare_row,
+        )
+        captured.capture(report)
+        self._captured = captured
 
     def finish(self, stream: CodecStream) -> torch.Tensor:
         import torch
@@ -132,9 +158,13 @@ class StreamedCode2Wav:
             "lag_samples": self.lag,
             "state_bytes_per_stream": self.bytes_per_stream,
             "max_streams": self.max_streams,
+            "captured_sizes": list(self.captured_sizes),
         }
 
     def close(self) -> None:
+        if self._captured is not None:
+            self._captured.clear()
+        self._captured = None
         self._convs.close()
         self._attention_handle.remove()
         self._pool.tensors.clear()
@@ -247,4 +277,9 @@ def build_code2wav(
     model = StreamedCode2Wav(module, device=device, max_streams=max_streams)
     report("comparing the codec decoder in pieces with one pass", None)
     check_against_one_pass(model)
+    platform = platform_of(device)
+    if not stage.enforce_eager and platform.graphs_unavailable_reason() is None:
+        options = read_generation_options(stage)
+        sizes = options.piece_sizes if options.async_chunk else ()
+        model.capture(platform, max_batch=stage.max_num_seqs, sizes=sizes, report=report)
     return model

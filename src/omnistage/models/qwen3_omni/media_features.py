@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from omnistage.ar.prompt import MediaItem
 
 
-@dataclass(slots=True, eq=False)
-class MediaFeatures:
+class MediaFeatures(NamedTuple):
     """embeds (n, hidden_size) replace the embeddings of an item's n places; deepstack holds what
     the first decoder layers add there, each (n, hidden_size): pictures and videos only."""
 

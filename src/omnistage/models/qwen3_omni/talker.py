@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from omnistage.ar.gate import observe_layers
 from omnistage.models.qwen3_omni.code_predictor import FramePredictor
 from omnistage.models.qwen3_omni.code_sampling import CodeSampling
 from omnistage.models.qwen3_omni.rope import RopeRows
 from omnistage.models.qwen3_omni.talker_rows import TalkerRows
-from omnistage.models.qwen3_omni.thinker import layer_specs
 
 if TYPE_CHECKING:
     import torch
 
+    from omnistage.ar.cache_spec import LayerSpec
     from omnistage.ar.model import Chunk, ModelBatch, ModelOutput, RunningSequence
     from omnistage.ar.prompt import MediaItem, PreparedPrompt
     from omnistage.contracts.payloads import StageData
@@ -51,7 +52,7 @@ class TalkerModel:
 
         text, talker = module.config.text_config, module.config
         self.module = module
-        self.layers = layer_specs(text)
+        self.num_layers: int = text.num_hidden_layers
         self.states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.vocab_size: int = text.vocab_size
         self.eos_token_ids = frozenset((int(talker.codec_eos_token_id),))
@@ -72,6 +73,11 @@ class TalkerModel:
         unspoken = torch.arange(text.vocab_size) >= text.vocab_size - UNSPOKEN_IDS
         unspoken[list(self.eos_token_ids)] = False
         self._unspoken = unspoken.to(text_table.device)
+        self.layers: tuple[LayerSpec, ...] = observe_layers(self)
+
+    def probe_prompts(self, lengths: Sequence[int]) -> list[PreparedPrompt]:
+        """For the gate at load."""
+        return [self._prompts.probe(length, len(self._text_table)) for length in lengths]
 
     def prepare(self, data: StageData, params: OmniTokenSamplingParams) -> PreparedPrompt:
         return self._prompts.prepare(data, params)
@@ -189,7 +195,8 @@ class TalkerModel:
     def prompt_payload(
         self, sequence: RunningSequence, states: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        return {}
+        """No frames, in their shape: the next stage can begin with it."""
+        return {"codes": self._rows.codes[:0].clone()}
 
     def release(self, sequence: RunningSequence) -> None:
         sequence.own.pop("prompt_embeds", None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omnistage.ar.prompt import PreparedPrompt
 from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.sampling import OmniTokenSamplingParams
 from omnistage.contracts.tensors import host_tensor
 from omnistage.models.qwen3_omni.rope import RopeIndex
 from omnistage.models.qwen3_omni.thinker import PAYLOAD_MEDIA, TALKER_STATE
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from omnistage.contracts.payloads import StageData
-    from omnistage.contracts.sampling import OmniTokenSamplingParams
 
 HEADER = 3
 """Tokens that open the answer's turn: start, role, line break."""
@@ -87,6 +87,21 @@ class TalkerPrompts:
                 "text_ids": text_ids,
                 "codec_ids": self._codec_ids(params),
                 **self._media_of(prompt_ids, users, tensors),
+            },
+        )
+
+    def probe(self, length: int, num_text_ids: int) -> PreparedPrompt:
+        """Any text of `length` ids, spoken by the default speaker."""
+        codec_ids = self._codec_ids(OmniTokenSamplingParams())
+        ids = [place * 31 % num_text_ids for place in range(max(length, len(codec_ids)))]
+        return PreparedPrompt(
+            token_ids=ids,
+            cacheable=False,
+            own={
+                "positions": self._rope.positions(ids, {}),
+                "text": AnswerText([], [0]),
+                "text_ids": ids,
+                "codec_ids": codec_ids,
             },
         )
 

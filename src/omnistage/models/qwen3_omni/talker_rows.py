@@ -44,11 +44,15 @@ class TalkerRows:
         self._capacity = capacity
 
     def begin(self, sequence: RunningSequence) -> None:
-        """Text is written next; a sequence that had a row before continues as it was."""
+        """Text is written next. A sequence that starts over goes on where it was, in the same row
+        or, after `release`, in another."""
         row = sequence.row
-        self.steps[row] = 0
         self._texts[row] = self._pad_id
-        saved: Saved | None = sequence.own.pop("saved", None)
+        if sequence.own.get("holds_row"):
+            return
+        sequence.own["holds_row"] = True
+        self.steps[row] = 0
+        saved: Saved | None = sequence.prompt.own.pop("saved", None)
         if saved is not None:
             self.hidden[row] = saved.hidden
             self.steps[row] = saved.steps
@@ -84,10 +88,11 @@ class TalkerRows:
         return codes, self._texts[row, step : step + 1]
 
     def release(self, sequence: RunningSequence) -> None:
-        """Keep on the device what a later `begin` needs."""
+        """Keep with the prompt, on the device, what a later `begin` needs."""
         row = sequence.row
+        sequence.own.pop("holds_row", None)
         known = len(sequence.token_ids) - len(sequence.prompt.token_ids) + OVERRUN
-        sequence.own["saved"] = Saved(
+        sequence.prompt.own["saved"] = Saved(
             frames=self._frames[row, : max(known, 0)].clone(),
             steps=self.steps[row].clone(),
             hidden=self.hidden[row].clone(),

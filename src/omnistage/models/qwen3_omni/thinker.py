@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from omnistage.ar.cache_spec import LayerSpec
+from omnistage.ar.gate import observe_layers
 from omnistage.models.qwen3_omni import media_features
 from omnistage.models.qwen3_omni.rope import RopeRows
 
 if TYPE_CHECKING:
     import torch
 
+    from omnistage.ar.cache_spec import LayerSpec
     from omnistage.ar.model import ModelBatch, ModelOutput, RunningSequence
     from omnistage.ar.prompt import MediaItem, PreparedPrompt
     from omnistage.contracts.payloads import StageData
@@ -50,7 +51,7 @@ class ThinkerModel:
         self.module = module
         self.inputs = inputs
         self.decoder = getattr(module.model, "language_model", module.model)
-        self.layers = layer_specs(config)
+        self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
@@ -63,6 +64,11 @@ class ThinkerModel:
         if accept_layer is not None:
             self.states[TALKER_STATE] = ((config.hidden_size,), module.dtype)
             self._watch(accept_layer)
+        self.layers: tuple[LayerSpec, ...] = observe_layers(self)
+
+    def probe_prompts(self, lengths: Sequence[int]) -> list[PreparedPrompt]:
+        """For the gate at load."""
+        return [self.inputs.probe(length) for length in lengths]
 
     def _watch(self, accept_layer: int) -> None:
         """`transformers` counts the embeddings as hidden state 0 and the last norm's output as the
@@ -144,12 +150,3 @@ class ThinkerModel:
 
     def release(self, sequence: RunningSequence) -> None:
         return None
-
-
-def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
-    """Of a thinker's or talker's text configuration."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = LayerSpec(
-        num_kv_heads=config.num_key_value_heads, head_dim=head_dim, value_dim=head_dim
-    )
-    return (spec,) * config.num_hidden_layers

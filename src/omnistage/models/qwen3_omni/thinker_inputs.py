@@ -17,6 +17,15 @@ from omnistage.ar.media_inputs import (
     request_media,
 )
 from omnistage.ar.prompt import MediaItem, PreparedPrompt
+from omnistage.ar.tokenizer import (
+    MESSAGES,
+    PROMPT_TOKEN_IDS,
+    chat_text,
+    check_length,
+    checked_ids,
+    encode,
+    text_source,
+)
 from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import InvalidRequestError
 from omnistage.models.qwen3_omni.processing import ROPE, TENSORS, MediaProcessor, ProcessedMedia
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 
 SOUND_IN_VIDEO = "use_audio_in_video"
 PROCESSOR_OPTIONS = (SOUND_IN_VIDEO,)
+PROBED_IDS = 200
+"""Below them no tokenizer of the family has special tokens."""
 
 
 class ThinkerInputs:
@@ -44,7 +55,8 @@ class ThinkerInputs:
     ) -> None:
         self.tokenizer = processor.tokenizer
         self._processor = MediaProcessor(processor, PreparedCache())
-        self._chat_template = getattr(processor, "chat_template", None)
+        self._renderer = processor if processor.chat_template else processor.tokenizer
+        self._vocab_size: int = config.text_config.vocab_size
         self._limits = limits or MediaLimits()
         self._max_model_len = max_model_len
         self._rope = RopeIndex(config, config.audio_config, config.vision_config.spatial_merge_size)
@@ -60,15 +72,10 @@ class ThinkerInputs:
         media = request_media(data, self._limits)
         ids = self._token_ids(data)
         with_sound = self._sound_in_video(data)
-        order = media_order(data.fields["messages"]) if "messages" in data.fields else None
+        order = media_order(data.fields[MESSAGES]) if text_source(data) == MESSAGES else None
         placed = list(self._placed(ids, media, order, with_sound))
         expanded, items, rope = self._expand(ids, placed)
-        if len(expanded) >= self._max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(expanded)} tokens; with at least one to generate, this model "
-                f"takes at most {self._max_model_len - 1}",
-                param="prompt",
-            )
+        check_length(len(expanded), self._max_model_len, param=text_source(data))
         if with_sound:
             rope[SOUND_IN_VIDEO] = True
         where = np.flatnonzero(np.isin(np.asarray(expanded), list(self._kinds)))
@@ -82,28 +89,25 @@ class ThinkerInputs:
             },
         )
 
-    def _token_ids(self, data: StageData) -> list[int]:
-        fields = data.fields
-        if "prompt_token_ids" in fields:
-            return list(fields["prompt_token_ids"])
-        text = fields.get("prompt")
-        if "messages" in fields:
-            text = self._rendered(fields)
-        if not isinstance(text, str):
-            raise InvalidRequestError("the request has neither a prompt nor messages")
-        return list(self.tokenizer(text)["input_ids"])
+    def probe(self, length: int) -> PreparedPrompt:
+        """Any text of `length` ids."""
+        ids = [place * 31 % PROBED_IDS for place in range(length)]
+        own = {
+            "positions": self._rope.positions(ids, {}),
+            "media": {},
+            "media_places": np.zeros(0, np.int64),
+        }
+        return PreparedPrompt(token_ids=ids, own=own)
 
-    def _rendered(self, fields: dict[str, Any]) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            fields["messages"],
-            chat_template=self._chat_template,
-            tokenize=False,
-            tools=fields.get("tools"),
-            add_generation_prompt=fields.get("add_generation_prompt", True),
-            continue_final_message=fields.get("continue_final_message", False),
-            **(fields.get("chat_template_kwargs") or {}),
-        )
-        return text
+    def _token_ids(self, data: StageData) -> list[int]:
+        source = text_source(data)
+        if source == PROMPT_TOKEN_IDS:
+            return checked_ids(data.fields[source], self._vocab_size)
+        if source == MESSAGES:
+            text = chat_text(data, self._renderer)
+            return encode(self.tokenizer, text, add_special_tokens=False)
+        special = data.fields.get("add_special_tokens", True)
+        return encode(self.tokenizer, data.fields[source], special)
 
     def _sound_in_video(self, data: StageData) -> bool:
         options = data.fields.get("mm_processor_kwargs") or {}

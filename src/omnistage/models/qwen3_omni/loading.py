@@ -1,0 +1,136 @@
+"""Builds the thinker and the talker of a checkpoint, each from its own part of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.ar.causal_lm import position_limit
+from omnistage.ar.gate import LENGTHS
+from omnistage.attention.paged import NAME, register
+from omnistage.contracts.errors import CheckpointError
+from omnistage.memory.budget import MemoryBudget
+from omnistage.memory.transformers_loader import load_planned, load_tensors, plan_transformers
+from omnistage.models.qwen3_omni.talker import TalkerModel, project_text
+from omnistage.models.qwen3_omni.talker_prompt import TalkerPrompts
+from omnistage.models.qwen3_omni.thinker import ThinkerModel
+from omnistage.models.qwen3_omni.thinker_inputs import ThinkerInputs
+
+if TYPE_CHECKING:
+    from omnistage.config.resolved import ResolvedStage
+    from omnistage.contracts.runtime import LoadReporter
+
+TEXT_EMBEDDINGS = "thinker.model.embed_tokens.weight"
+
+
+def build_thinker(stage: ResolvedStage, device: str, report: LoadReporter) -> ThinkerModel:
+    """A `TokenModelFactory`: the part "thinker.". Raises `CheckpointError` naming what is wrong
+    with the folder, and `ConfigurationError` where its weights exceed the stage's budget."""
+    from transformers import AutoProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    folder = Path(stage.model_path)
+    config = _config(folder)
+    report("loading processor", None)
+    processor = _from_folder(AutoProcessor, folder)
+    module = _part(
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+        stage,
+        config.thinker_config,
+        "thinker.",
+        device,
+        report,
+    )
+    max_model_len = _max_model_len(stage, config.thinker_config.text_config)
+    feeds_talker = stage.options.get("feeds_stages", False)
+    return ThinkerModel(
+        module,
+        ThinkerInputs(config.thinker_config, processor, max_model_len=max_model_len),
+        rows=_rows(stage),
+        eos_token_ids=thinker_eos_ids(folder, config),
+        max_model_len=max_model_len,
+        accept_layer=config.talker_config.accept_hidden_layer if feeds_talker else None,
+    )
+
+
+def build_talker(stage: ResolvedStage, device: str, report: LoadReporter) -> TalkerModel:
+    """A `TokenModelFactory`: the part "talker." and the thinker's text embeddings, which are kept
+    as the talker projects them."""
+    import torch
+    from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
+
+    folder = Path(stage.model_path)
+    config = _config(folder)
+    module = _part(
+        Qwen3OmniMoeTalkerForConditionalGeneration,
+        stage,
+        config.talker_config,
+        "talker.",
+        device,
+        report,
+    )
+    report("projecting text embeddings", None)
+    embeddings = load_tensors(folder, [TEXT_EMBEDDINGS], dtype=stage.dtype, device=device)
+    with torch.inference_mode():
+        text_table = project_text(module, embeddings[TEXT_EMBEDDINGS].to(module.dtype))
+    return TalkerModel(
+        module,
+        text_table,
+        TalkerPrompts(config, thinker_eos_ids(folder, config)),
+        rows=_rows(stage),
+        max_model_len=_max_model_len(stage, config.talker_config.text_config),
+    )
+
+
+def thinker_eos_ids(folder: Path, config: Any) -> frozenset[int]:
+    """As `generate` ends the thinker: `generation_config.json` first, else the end of a turn."""
+    from transformers import GenerationConfig
+
+    ids = None
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        ids = getattr(generation, "thinker_eos_token_id", None) or generation.eos_token_id
+    if ids is None:
+        ids = config.im_end_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _part(
+    cls: type, stage: ResolvedStage, config: Any, prefix: str, device: str, report: LoadReporter
+) -> Any:
+    register()
+    plan = plan_transformers(
+        cls,
+        Path(stage.model_path),
+        config=config,
+        prefix=prefix,
+        dtype=stage.dtype,
+        device=device,
+        attn_implementation={"text_config": NAME},
+    )
+    budget = MemoryBudget.of(stage.memory_budget_gib, device)
+    budget.check(plan.bytes_by_device, what=plan.cls.__name__)
+    return load_planned(plan, report)
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return _from_folder(AutoConfig, folder)
+
+
+def _from_folder(cls: Any, folder: Path) -> Any:
+    try:
+        return cls.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the files are the user's: what the library raises for them varies
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{cls.__name__} cannot read {folder}: {reason}") from error
+
+
+def _max_model_len(stage: ResolvedStage, config: Any) -> int:
+    limit = position_limit(config)
+    return limit if stage.max_model_len is None else min(limit, stage.max_model_len)
+
+
+def _rows(stage: ResolvedStage) -> int:
+    """The gate at load runs this many sequences, however few the stage may."""
+    return max(stage.max_num_seqs, len(LENGTHS))
