@@ -136,6 +136,7 @@ def test_what_changes_nothing_is_taken():
     assert all(torch.equal(a, b) for a, b in zip(plainly, with_extras, strict=True))
 
 
+@pytest.mark.invariant("ATTN-INV-012")
 def test_a_mask_is_refused():
     q = torch.zeros(1, HEADS, 1, HEAD_DIM)
     kv = PagedKV(torch.zeros(2, 4, KV_HEADS, HEAD_DIM), torch.zeros(2, 4, KV_HEADS, HEAD_DIM))
@@ -152,6 +153,7 @@ def test_a_mask_is_refused():
         paged_attention(SimpleNamespace(layer_idx=0), q, k, k, torch.zeros(1, 1, 1, 1))
 
 
+@pytest.mark.invariant("ATTN-INV-012")
 def test_attention_outside_of_a_step_is_an_error():
     q = torch.zeros(1, HEADS, 1, HEAD_DIM)
     with pytest.raises(RuntimeError, match="outside of a step"):

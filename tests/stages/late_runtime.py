@@ -1,7 +1,8 @@
 """The toy with late outputs: a piece's field `late` says how its output thread behaves.
 
 "now", "retried" (its command fails unless it is alone), "gated" (waits at the gate), "crash",
-"memory", "lost" or "hang". What is delivered is the leader's own share of the vector.
+"memory", "lost" or "hang"; its field `lane` says where. What is delivered is
+the leader's own share of the vector.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from omnistage.contracts.errors import OmniError, OutOfMemoryError, StageLostErr
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
-from omnistage.contracts.runtime import Command, Emission, ExecutionContext
+from omnistage.contracts.runtime import OUTPUT_LANE, Command, Emission, ExecutionContext
 from tests.stages.odd_runtime import OddExecutor, OddScheduler, wait_at_gate
 
 noted: list[str] = []
@@ -75,7 +76,8 @@ class LateExecutor(OddExecutor):
                 continue
             names = [name for name in result.tensors if name.startswith(f"{i}.")]
             tensors = {name.split(".", 1)[1]: result.tensors[name] for name in names}
-            context.finish_later(identity, partial(finish, piece, tensors))
+            lane = piece.get("lane", OUTPUT_LANE)
+            context.finish_later(identity, partial(finish, piece, tensors), lane)
         if len(pieces) > 1 and any(piece.get("late") == "retried" for piece in pieces if piece):
             raise OutOfMemoryError(f"{len(pieces)} are too much at once")
         return result

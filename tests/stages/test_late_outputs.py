@@ -74,6 +74,25 @@ def test_late_outputs_come_in_the_order_given_from_one_thread() -> None:
         assert_nothing_held(bench)
 
 
+@pytest.mark.invariant("STAGE-INV-215")
+def test_an_input_that_takes_long_delays_neither_outputs_nor_calls() -> None:
+    with ready_bench(runtime=LATE) as bench:
+        bench.submit("slow", counting(1, late="gated", lane="input"))
+        bench.until(InputConsumed)
+        bench.submit("quick", counting(2, late="now"))
+        outputs = [bench.until(Output) for _ in range(2)]
+        assert [output.identity.request_id for output in outputs] == ["quick", "quick"]
+        assert bench.call("executor_holds").error is None
+        assert bench.held()["late_outputs"] == 1
+        odd_runtime.gate.set()
+        outputs.append(bench.until(Output))
+        assert outputs[-1].identity.request_id == "slow"
+        assert len(late_runtime.threads) == 2
+        for output in outputs:
+            acknowledge(bench, output)
+        assert_nothing_held(bench)
+
+
 @pytest.mark.invariant("STAGE-INV-211")
 def test_a_command_runs_while_an_output_is_being_finished() -> None:
     """And an idle replica wakes when it is done."""

@@ -45,12 +45,15 @@ class Piece:
     make: Callable[[], dict[str, Any]]
 
 
+_PASSED_ON = ("fault", "delay_s", "late", "lane")
+
+
 def split_pieces(data: StageData) -> Iterator[Piece]:
     """`count` pieces for a prompt; a piece from upstream stays one."""
     if "count" not in data.fields:
         yield Piece(data.fields, lambda: data.tensors)
         return
-    fields = {key: data.fields[key] for key in ("fault", "delay_s", "late") if key in data.fields}
+    fields = {key: data.fields[key] for key in _PASSED_ON if key in data.fields}
     start, size = data.fields.get("start", 0), data.fields.get("size", 4)
     for index in range(data.fields["count"]):
         value = start + index

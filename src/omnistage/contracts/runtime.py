@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
 
 
+OUTPUT_LANE, INPUT_LANE = LANES = ("output", "input")
+"""What `ExecutionContext.finish_later` tells apart: each lane has its own thread and order."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StageRequest:
     """One child of a request as a scheduler sees it. `data` has been through the input adapter."""
@@ -78,15 +82,20 @@ class ExecutionContext(Protocol):
         """Name what comes next ("load", "compile", "forward", "step", "decode"): each kind has its
         own deadline, and the clock starts anew."""
 
-    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
-        """Run `work` on the replica's output thread while commands go on; its outcome comes back
-        to `Scheduler.deliver`, in the order given (rank 0 only; ignored elsewhere).
+    def finish_later(
+        self, identity: RequestIdentity, work: Callable[[], StageData], lane: str = OUTPUT_LANE
+    ) -> None:
+        """Run `work` on the thread of a `LANES` lane while commands go on; its outcome comes back
+        to `Scheduler.deliver`, in the order given in that lane (rank 0 only; ignored elsewhere).
 
         For what a step need not wait for: the end of a copy to the host, building the payload.
         `work` owns what it holds, and sets thread-local modes (torch's grad mode) itself. An error
         in it is its child's alone. Nothing is delivered for a child that is cancelled, or for a
         command that fails. Waits while many works are pending; each has the limit of operation
-        "output", past which the replica is lost (`StageLostError`).
+        "output", past which the replica is lost (`StageLostError`). Lane "input" is for making
+        inputs ready (templates, tokenizers, media processors), which may take long: it delays no
+        output, its limit is that of operation "encode", and calls to the replica do not wait for
+        it.
         """
 
 
@@ -95,7 +104,11 @@ LoadReporter = Callable[[str, float | None], None]
 
 
 class Scheduler(Protocol):
-    """The leader's half. Called by one thread only."""
+    """The leader's half. Called by one thread only.
+
+    One that also has `stats() -> dict[str, float]` is asked for it now and then; heartbeats carry
+    the answer to the engine's metrics.
+    """
 
     def add(self, request: StageRequest) -> None: ...
 
@@ -133,6 +146,14 @@ class Scheduler(Protocol):
         """(running, waiting)."""
 
 
+@runtime_checkable
+class HasControls(Protocol):
+    """A scheduler that answers calls to its replica itself (`Control`), by method. What it does not
+    name goes to the executor."""
+
+    def controls(self) -> Mapping[str, Callable[..., Any]]: ...
+
+
 class Executor(Protocol):
     """One rank's half. Called by one thread only."""
 
@@ -142,14 +163,6 @@ class Executor(Protocol):
     def execute(self, command: Command, context: ExecutionContext) -> StageData: ...
 
     def release(self, key: RequestKey) -> None:
-@runtime_checkable
-class HasControls(Protocol):
-    """A scheduler that answers calls to its replica itself (`Control`), by method. What it does not
-    name goes to the executor."""
-
-    def controls(self) -> Mapping[str, Callable[..., Any]]: ...
-
-
         """Free what is held for this child (also after a failure or a cancel)."""
 
     def control(self, method: str, arguments: dict[str, Any]) -> Any: ...

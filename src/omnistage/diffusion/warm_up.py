@@ -12,7 +12,7 @@ from omnistage.contracts.errors import ConfigurationError, InvalidRequestError, 
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
-from omnistage.contracts.runtime import Command
+from omnistage.contracts.runtime import OUTPUT_LANE, Command
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 from omnistage.diffusion.active import ENCODE, STEP
 from omnistage.diffusion.batching import pack, unpack
@@ -40,7 +40,9 @@ class SilentContext:
     def operation(self, kind: str) -> None:
         """Loading has its own clock."""
 
-    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
+    def finish_later(
+        self, identity: RequestIdentity, work: Callable[[], StageData], lane: str = OUTPUT_LANE
+    ) -> None:
         """A warm-up has no output."""
 
 

@@ -15,11 +15,12 @@ from omnistage.contracts.errors import (
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.messages import Progress
 from omnistage.contracts.payloads import StageData
-from omnistage.contracts.runtime import Command, Executor
+from omnistage.contracts.runtime import OUTPUT_LANE, Command, Executor
 from omnistage.observability.logging import get_logger
 from omnistage.stages.emitter import MessageSink
+from omnistage.stages.late_lanes import LateLanes
 from omnistage.stages.operations import OperationClock
-from omnistage.stages.output_worker import LateOutput, OutputWorker
+from omnistage.stages.output_worker import LateOutput
 from omnistage.stages.ranks import RankGroup
 
 logger = get_logger(__name__)
@@ -42,7 +43,7 @@ class LeaderContext:
         clock: OperationClock,
         is_cancelled: Callable[[RequestKey], bool],
         post: MessageSink,
-        outputs: OutputWorker,
+        outputs: LateLanes,
     ) -> None:
         self.world_size = world_size
         self._ranks = ranks
@@ -74,9 +75,11 @@ class LeaderContext:
     def operation(self, kind: str) -> None:
         self._clock.begin(kind)
 
-    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
+    def finish_later(
+        self, identity: RequestIdentity, work: Callable[[], StageData], lane: str = OUTPUT_LANE
+    ) -> None:
         if not self._is_cancelled(identity.key):
-            self._late.append(self._outputs.submit(identity, work))
+            self._late.append(self._outputs.submit(identity, work, lane))
 
     def withdraw_late(self) -> None:
         """The command failed: its children may be tried again, and must not be answered twice."""

@@ -17,21 +17,26 @@ from dataclasses import dataclass
 from omnistage.contracts.errors import InternalError, OmniError, StageLostError, as_omni_error
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.payloads import StageData
+from omnistage.contracts.runtime import INPUT_LANE, OUTPUT_LANE
 from omnistage.observability.logging import get_logger, request_scope
 
 logger = get_logger(__name__)
 
 CAPACITY = 16
+_DOING = {OUTPUT_LANE: "finishing an output", INPUT_LANE: "making an input ready"}
+LIMIT_KINDS = {OUTPUT_LANE: "output", INPUT_LANE: "encode"}
+"""The operation whose limit a work has, by lane."""
 Work = Callable[[], StageData]
 
 
 @dataclass(slots=True, eq=False)
 class LateOutput:
-    """One output on its way. `given_s` is a monotonic time; `withdrawn`: nobody waits for it."""
+    """One work of a lane. `given_s` is a monotonic time; `withdrawn`: nobody waits for it."""
 
     identity: RequestIdentity
     work: Work | None
     given_s: float
+    lane: str = OUTPUT_LANE
     outcome: StageData | OmniError | None = None
     withdrawn: bool = False
 
@@ -57,7 +62,9 @@ class OutputWorker:
         on_outcome: Callable[[LateOutput], None],
         on_stall: Callable[[StageLostError], None],
         capacity: int = CAPACITY,
+        lane: str = OUTPUT_LANE,
     ) -> None:
+        self._lane = lane
         self._stage_name = stage_name
         self._stage_id = stage_id
         self._limit_s = limit_s
@@ -71,7 +78,7 @@ class OutputWorker:
         self._undelivered: deque[LateOutput] = deque()
         self._ending = False
         self._stalled = False
-        name = f"output-{stage_id}-{replica_id}"
+        name = f"{lane}-{stage_id}-{replica_id}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
 
@@ -86,7 +93,7 @@ class OutputWorker:
     def submit(self, identity: RequestIdentity, work: Work) -> LateOutput:
         """Queue `work`; waits while the queue is full. It is withdrawn at once when this replica
         ends. Raises `StageLostError` when no place becomes free."""
-        late = LateOutput(identity, work, time.monotonic())
+        late = LateOutput(identity, work, time.monotonic(), self._lane)
         with self._changed:
             self._start_threads()
             self._changed.wait_for(
@@ -125,7 +132,8 @@ class OutputWorker:
             self._changed.wait_for(lambda: self._stalled or self._is_idle, limit_s)
             if self._is_idle:
                 return True
-        logger.error("outputs are still unfinished after %.1f s\n%s", limit_s, self.diagnostics())
+        where = self.diagnostics()
+        logger.error("%ss are still unfinished after %.1f s\n%s", self._lane, limit_s, where)
         return False
 
     def close(self, limit_s: float) -> None:
@@ -152,7 +160,7 @@ class OutputWorker:
         now_s = time.monotonic()
         with self._changed:
             running, since_s = self._running, self._running_since_s
-            lines = [f"late outputs of stage {self._stage_name!r}:"]
+            lines = [f"late {self._lane}s of stage {self._stage_name!r}:"]
             for late in self._pending():
                 state = "not begun"
                 if late is running:
@@ -162,7 +170,9 @@ class OutputWorker:
                 lines.append(f"  {late.identity}: given {now_s - late.given_s:.1f} s ago, {state}")
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.format_stack(frame) if frame is not None else ["  it does not run\n"]
-        return "\n".join([*lines, "the output thread's stack:", *"".join(stack).splitlines()])
+        return "\n".join(
+            [*lines, f"the {self._lane} thread's stack:", *"".join(stack).splitlines()]
+        )
 
     # output thread ----------------------------------------------------------------------------
 
@@ -199,7 +209,7 @@ class OutputWorker:
             except BaseException as error:
                 failure = as_omni_error(error, detail=traceback.format_exc())
                 if isinstance(failure, InternalError):
-                    logger.error("finishing an output failed: %s", failure.detail)
+                    logger.error("%s failed: %s", _DOING[self._lane], failure.detail)
         failure.__cause__ = failure.__context__ = None
         return failure.with_traceback(None)  # Frames would keep what the work was about.
 
@@ -254,6 +264,6 @@ class OutputWorker:
 
     def _lost(self) -> StageLostError:
         return StageLostError(
-            f"stage {self._stage_name!r} hung: finishing an output takes longer than "
-            f"{self._limit_s:g} s, the limit of operation 'output'; please retry"
+            f"stage {self._stage_name!r} hung: {_DOING[self._lane]} takes longer than "
+            f"{self._limit_s:g} s, the limit of operation {LIMIT_KINDS[self._lane]!r}; please retry"
         )

@@ -31,7 +31,7 @@ from omnistage.contracts.messages import (
 )
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
-from omnistage.contracts.runtime import Command, Executor
+from omnistage.contracts.runtime import OUTPUT_LANE, Command, Executor
 from omnistage.observability.logging import configure_logging, get_logger, request_scope
 from omnistage.stages.commands import log_scope
 from omnistage.stages.imports import load_object
@@ -106,7 +106,9 @@ class RankContext:
     def operation(self, kind: str) -> None:
         self._clock.begin(kind)
 
-    def finish_later(self, identity: RequestIdentity, work: Callable[[], StageData]) -> None:
+    def finish_later(
+        self, identity: RequestIdentity, work: Callable[[], StageData], lane: str = OUTPUT_LANE
+    ) -> None:
         pass
 
 

@@ -46,8 +46,9 @@ from omnistage.stages.controls import ReplicaControls
 from omnistage.stages.emitter import Emitter, MessageSink
 from omnistage.stages.imports import load_object
 from omnistage.stages.intake import Intake
+from omnistage.stages.late_lanes import LateLanes
 from omnistage.stages.operations import OperationClock
-from omnistage.stages.output_worker import LateOutput, OutputWorker
+from omnistage.stages.output_worker import LateOutput
 from omnistage.stages.ranks import RankGroup
 from omnistage.transport.registry import make_connector
 
@@ -56,6 +57,8 @@ logger = get_logger(__name__)
 DRAIN_LIMIT_S = 10.0
 _IDLE_WAIT_S = 60.0
 Mail = tuple[Message | LateOutput, Sequence[Any]]
+
+_STATS_EVERY_S = 0.5
 
 
 class Replica:
@@ -83,15 +86,18 @@ class Replica:
         self._connector = make_connector(
             connector_kind, shm_threshold_bytes=stage.shm_threshold_bytes
         )
-        self._outputs = OutputWorker(
+        self._outputs = LateLanes(
             stage.name,
             stage.stage_id,
             replica_id,
-            limit_s=self._clock.limit_s("output"),
+            limit_s=self._clock.limit_s,
+            max_num_seqs=stage.max_num_seqs,
             on_outcome=lambda late: self._inbox.put((late, ())),
             on_stall=self._output_stalled,
         )
         self._counts = (0, 0)
+        self._stats: dict[str, float] = {}
+        self._stats_at_s = 0.0
         self._draining = False
         self._stopping = False
         self._executor: Any = None
@@ -126,6 +132,7 @@ class Replica:
             running=running,
             waiting=waiting,
             operation=self._clock.snapshot(),
+            stats=self._stats,
         )
 
     def post(self, message: Message, frames: Sequence[Any] = ()) -> None:
@@ -192,9 +199,9 @@ class Replica:
             self.stage.name,
             self.replica_id,
             self._executor,
+            self._scheduler,
             self._held_resources,
             self._finish_outputs,
-            self._scheduler,
         )
         self._clock.idle()
         load_s = time.monotonic() - started
@@ -215,6 +222,7 @@ class Replica:
                 return  # Its mail has been read: nothing would end a wait.
             command = self._scheduler.next_command()
             self._counts = self._scheduler.counts()
+            self._count_stats(idle=command is None)
             if command is not None:
                 self._step(command)
             elif self._draining and not self._holds_anything():
@@ -222,6 +230,12 @@ class Replica:
             else:
                 self._clock.idle()
                 self._read_mail(wait=True, limit_s=self._scheduler.next_wake_s())
+
+    def _count_stats(self, *, idle: bool) -> None:
+        """Steps are many: counted now and then, and before a wait."""
+        stats = getattr(self._scheduler, "stats", None)
+        if stats is not None and (idle or time.monotonic() - self._stats_at_s > _STATS_EVERY_S):
+            self._stats, self._stats_at_s = stats(), time.monotonic()
 
     def _holds_anything(self) -> bool:
         """Work to do, or outputs that nobody has taken yet."""
@@ -341,7 +355,7 @@ class Replica:
 
     def _finish_outputs(self) -> None:
         """Before a call that may free what late outputs still read."""
-        if not self._outputs.drain(DRAIN_LIMIT_S):
+        if not self._outputs.drain_outputs(DRAIN_LIMIT_S):
             raise UnavailableError(
                 f"outputs are still being finished after {DRAIN_LIMIT_S:g} s; retry the call",
                 retry_after_s=1.0,

@@ -1,0 +1,117 @@
+"""A loaded token model with all that runs it: gate passed, cache sized, buffers made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from omnistage.ar import gate
+from omnistage.ar.kv_cache import DeviceMemory, KVCache, cache_bytes, plan_cache, token_bytes
+from omnistage.ar.model import TokenModel
+from omnistage.ar.options import TokenOptions
+from omnistage.ar.payloads import HostCopier
+from omnistage.ar.running import SequenceTable
+from omnistage.ar.sampling.row_state import SamplerState
+from omnistage.ar.sampling.sampler import Sampler
+from omnistage.ar.step_input import DecodeInput
+from omnistage.ar.step_runner import StepRunner
+from omnistage.attention.paged import PagedBackend
+from omnistage.attention.paged_torch import TorchPagedBackend
+from omnistage.contracts.runtime import LoadReporter
+from omnistage.platforms.registry import platform_of
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Assembly:
+    """`notes` are for the stage's description."""
+
+    model: TokenModel
+    device: str
+    dtype: torch.dtype
+    cache: KVCache
+    runner: StepRunner
+    sequences: SequenceTable
+    copier: HostCopier
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def assemble(
+    model: TokenModel, options: TokenOptions, device: str, report: LoadReporter
+) -> Assembly:
+    """Raises `UnsupportedCombinationError` for a model that the gate refuses, `ConfigurationError`
+    for a cache that does not fit."""
+    backend = make_backend(device)
+    dtype = gate.dtype_of(model)
+    report("trying packed batches", None)
+    reference = gate.reference_logits(model)
+    notes = prepare_weights(model, options, device, dtype)
+    notes["packed_deviation"] = gate.check_packed(model, reference, backend, dtype)
+    del reference
+    memory = measure(model, backend, options, device, dtype) if device != "cpu" else None
+    plan = plan_cache(
+        options,
+        bytes_per_token=token_bytes(model.layers, model.states, dtype),
+        model_limit=model.max_model_len,
+        budget_bytes=cache_bytes(options, memory),
+    )
+    report(f"making a KV cache of {(plan.num_blocks - 1) * plan.block_size} tokens", None)
+    cache = KVCache(plan, model.layers, model.states, dtype=dtype, device=device)
+    step_input = DecodeInput(
+        max_num_seqs=options.max_num_seqs,
+        position_rows=model.position_rows,
+        table_width=plan.table_width,
+        vocab_size=model.vocab_size,
+        device=device,
+    )
+    state = SamplerState(options.max_num_seqs, model.vocab_size, device)
+    runner = StepRunner(
+        model, cache, backend, step_input, Sampler(state), payloads=options.emits_payload
+    )
+    return Assembly(
+        model=model,
+        device=device,
+        dtype=dtype,
+        cache=cache,
+        runner=runner,
+        sequences=SequenceTable(model, state, step_input, max_num_seqs=options.max_num_seqs),
+        copier=HostCopier(device),
+        notes=notes,
+    )
+
+
+def make_backend(device: str) -> PagedBackend:
+    return TorchPagedBackend()
+
+
+def prepare_weights(
+    model: TokenModel, options: TokenOptions, device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Module surgery that keeps the mathematics, where `fuse_layers` allows it."""
+    return {}
+
+
+def measure(
+    model: TokenModel,
+    backend: PagedBackend,
+    options: TokenOptions,
+    device: str,
+    dtype: torch.dtype,
+) -> DeviceMemory:
+    """Run the widest step once, on a device that counts its allocations."""
+    platform = platform_of(device)
+    platform.peak_memory_mb(device, reset=True)
+    before = platform.memory_stats(device).allocated_bytes
+    gate.run_widest(model, backend, dtype, options.max_num_batched_tokens, options.max_num_seqs)
+    platform.synchronize(device)
+    step_bytes = platform.memory_stats(device).peak_bytes - before
+    platform.empty_cache(device)
+    tensors = {t.data_ptr(): t for t in (*model.module.parameters(), *model.module.buffers())}
+    stats = platform.memory_stats(device)
+    return DeviceMemory(
+        total_bytes=stats.total_bytes,
+        free_bytes=stats.free_bytes or 0,
+        weight_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+        step_bytes=step_bytes,
+    )
