@@ -26,6 +26,16 @@ def value(metrics: EngineMetrics, name: str, **labels: Any) -> float | None:
     return metrics.registry.get_sample_value(f"{PREFIX}_{name}", texts)
 
 
+STATS = {
+    "kv_blocks_used": 3,
+    "kv_blocks_total": 12,
+    "prefix_queries": 8,
+    "prefix_hits": 6,
+    "evictions": 2,
+    "preemptions": 1,
+}
+
+
 def exercise(metrics: EngineMetrics) -> None:
     """Call every method once with ordinary values."""
     metrics.request_admitted()
@@ -41,6 +51,11 @@ def exercise(metrics: EngineMetrics) -> None:
     metrics.stage_finished("dit", 1, {"preprocess": 0.1, "exec": 2.0, "postprocess": 0.2}, 4)
     metrics.transfer("dit", 1, "vae", 0, nbytes=4096, rx_s=0.01, tx_s=0.02, in_flight_s=0.03)
     metrics.http_request("/v1/models", "GET", 200, 0.25)
+    metrics.first_token(0.2)
+    metrics.text_finished(prompt_tokens=9, cached_tokens=4, tokens=7, per_token_s=0.02)
+    metrics.first_sound(0.3)
+    metrics.sound_finished(duration_s=4.0, elapsed_s=1.0, underrun_s=0.25)
+    metrics.token_stats("dit", 1, STATS)
 
 
 @pytest.mark.invariant("OBS-INV-002")
@@ -74,6 +89,20 @@ def test_each_call_feeds_its_family(metrics: EngineMetrics) -> None:
     http = {"route": "/v1/models", "method": "GET", "status": 200}
     assert value(metrics, "http_requests_total", **http) == 1
     assert value(metrics, "http_request_seconds_sum", route="/v1/models") == 0.25
+    assert value(metrics, "time_to_first_token_seconds_sum") == 0.2
+    assert value(metrics, "time_per_output_token_seconds_sum") == 0.02
+    assert value(metrics, "prompt_tokens_total") == 9
+    assert value(metrics, "prompt_tokens_cached_total") == 4
+    assert value(metrics, "generation_tokens_total") == 7
+    assert value(metrics, "audio_time_to_first_packet_seconds_sum") == 0.3
+    assert value(metrics, "audio_real_time_ratio_sum") == 0.25
+    assert value(metrics, "audio_duration_seconds_sum") == 4.0
+    assert value(metrics, "audio_underrun_seconds_sum") == 0.25
+    assert value(metrics, "kv_cache_usage_ratio", **replica) == 0.25
+    assert value(metrics, "prefix_cache_queries_total", **replica) == 8
+    assert value(metrics, "prefix_cache_hits_total", **replica) == 6
+    assert value(metrics, "prefix_cache_evictions_total", **replica) == 2
+    assert value(metrics, "preemptions_total", **replica) == 1
 
 
 @pytest.mark.invariant("OBS-INV-002")
@@ -105,7 +134,7 @@ def test_names_have_base_units_and_the_prefix() -> None:
         assert re.fullmatch(r"omnistage_[a-z0-9_]+", family.exposed_name)
         assert not re.search(r"_(s|ms|mb|gib|us)(_|$)", family.exposed_name)
         if family.kind == "histogram":
-            assert family.name.endswith(("_seconds", "_bytes"))
+            assert family.name.endswith(("_seconds", "_bytes", "_ratio"))
             assert list(family.buckets) == sorted(family.buckets)
 
 
@@ -181,3 +210,19 @@ def test_the_page_has_the_content_type_of_prometheus(metrics: EngineMetrics) -> 
     body, content_type = metrics.render()
     assert content_type.startswith("text/plain; version=")
     assert body.endswith(b"\n")
+
+
+def test_totals_of_a_stage_grow_also_over_its_restart(metrics: EngineMetrics) -> None:
+    for total in (5, 5, 8, 2, 3):
+        metrics.token_stats("s", 0, {"preemptions": total})
+    assert value(metrics, "preemptions_total", stage="s", replica=0) == 11
+    assert value(metrics, "kv_cache_usage_ratio", stage="s", replica=0) is None
+
+
+def test_what_was_not_streamed_has_no_time_per_token_and_no_underrun(
+    metrics: EngineMetrics,
+) -> None:
+    metrics.text_finished(prompt_tokens=1, cached_tokens=0, tokens=5, per_token_s=None)
+    metrics.sound_finished(duration_s=1.0, elapsed_s=2.0, underrun_s=None)
+    assert value(metrics, "time_per_output_token_seconds_count") == 0
+    assert value(metrics, "audio_underrun_seconds_count") == 0

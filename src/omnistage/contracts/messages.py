@@ -135,6 +135,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     waiting: int
     operation: Operation | None = None
     peak_memory_mb: float | None = None
+    stats: dict[str, float] = {}
+    """What the scheduler counts beside (`stats` of a token scheduler)."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):

@@ -43,6 +43,7 @@ class ClientEvents:
         holds up no denoising."""
         reason = _finish_reason(message) if message.final else None
         data = self._entry.receive(message.payload, frames, message.stage_id)
+        child.meter.output(data, self._metrics, final=message.final)
         peak_memory_mb = data.fields.pop("peak_memory_mb", None)
         finished = state.is_complete()
 

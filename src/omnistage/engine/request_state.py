@@ -14,6 +14,7 @@ from omnistage.contracts.messages import Output
 from omnistage.contracts.outputs import FinishReason
 from omnistage.contracts.payloads import PayloadRef, StageData
 from omnistage.contracts.requests import OmniRequest
+from omnistage.engine.output_meter import OutputMeter
 from omnistage.engine.streams import OutputStream
 
 
@@ -80,6 +81,7 @@ class Child:
     waiting: list[Delivery] = field(default_factory=list)
     entry_handles: dict[tuple[int, int], str] = field(default_factory=dict)
     """(entry stage, input sequence) → what the engine holds in shared memory for it."""
+    meter: OutputMeter = field(default_factory=lambda: OutputMeter(time.monotonic()))
 
     @property
     def key(self) -> RequestKey:

@@ -9,6 +9,23 @@ PREFIX = "omnistage"
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
 SECONDS_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SECONDS_OF_A_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    5,
+)
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.5, 2, 5)
 BYTES = tuple(float(4**n) for n in range(5, 17))
 """1 KiB to 4 GiB."""
 
@@ -71,6 +88,50 @@ FAMILIES = (
         STAGE,
         "After denoising: decoding and conversion",
         SECONDS_FAST,
+    ),
+    Family(
+        "time_to_first_token_seconds",
+        "histogram",
+        (),
+        "From admission to the first piece of streamed text",
+        SECONDS_FAST,
+    ),
+    Family(
+        "time_per_output_token_seconds",
+        "histogram",
+        (),
+        "Mean time between two tokens of a streamed text, behind its first piece",
+        SECONDS_OF_A_TOKEN,
+    ),
+    Family("prompt_tokens", "counter", (), "Tokens of the prompts of finished texts"),
+    Family("prompt_tokens_cached", "counter", (), "Those of them that a prefix cache held"),
+    Family("generation_tokens", "counter", (), "Tokens of finished texts"),
+    Family("kv_cache_usage_ratio", "gauge", STAGE, "Blocks of keys and values in use, of all"),
+    Family("prefix_cache_queries", "counter", STAGE, "Blocks looked up in the prefix cache"),
+    Family("prefix_cache_hits", "counter", STAGE, "Blocks found there"),
+    Family("prefix_cache_evictions", "counter", STAGE, "Cached blocks given up for others"),
+    Family("preemptions", "counter", STAGE, "Sequences set back for lack of blocks"),
+    Family(
+        "audio_time_to_first_packet_seconds",
+        "histogram",
+        (),
+        "From admission to the first sound",
+        SECONDS_FAST,
+    ),
+    Family(
+        "audio_real_time_ratio",
+        "histogram",
+        (),
+        "Time from admission to the last sound over the length of the sound (RTF)",
+        RATIOS,
+    ),
+    Family("audio_duration_seconds", "histogram", (), "Length of a finished sound", SECONDS),
+    Family(
+        "audio_underrun_seconds",
+        "histogram",
+        (),
+        "How long a player that starts with the first sound stands still, in all",
+        (0, *SECONDS_FAST),
     ),
     Family("transfer_size_bytes", "histogram", EDGE, "Tensor bytes of one payload", BYTES),
     Family("transfer_tx_seconds", "histogram", EDGE, "Sender's part of a transfer", SECONDS_FAST),

@@ -21,6 +21,13 @@ OTHER = "other"
 MAX_ROUTES = 128
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _FINISH_REASONS = frozenset(str(reason) for reason in FinishReason)
+_STAGE_TOTALS = {
+    "prefix_queries": "prefix_cache_queries",
+    "prefix_hits": "prefix_cache_hits",
+    "evictions": "prefix_cache_evictions",
+    "preemptions": "preemptions",
+}
+"""From a token scheduler's `stats` to families."""
 _PHASES = ("preprocess", "exec", "postprocess")
 
 
@@ -35,6 +42,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry() if registry is None else registry
         self._model_name = model_name
         self._routes: set[str] = set()
+        self._totals: dict[tuple[str, str, int], float] = {}
         self._families = {family.name: _build(family, self.registry) for family in FAMILIES}
         for family in FAMILIES:
             if not family.labels:
@@ -68,11 +76,52 @@ class EngineMetrics:
     def images_generated(self, count: int) -> None:
         self._of("images_generated").inc(count)
 
+    def first_token(self, seconds: float) -> None:
+        """Since admission."""
+        self._of("time_to_first_token_seconds").observe(seconds)
+
+    def text_finished(
+        self, *, prompt_tokens: int, cached_tokens: int, tokens: int, per_token_s: float | None
+    ) -> None:
+        """One child's text. `per_token_s` None: it was not streamed, or one piece."""
+        self._of("prompt_tokens").inc(prompt_tokens)
+        self._of("prompt_tokens_cached").inc(cached_tokens)
+        self._of("generation_tokens").inc(tokens)
+        if per_token_s is not None:
+            self._of("time_per_output_token_seconds").observe(per_token_s)
+
+    def first_sound(self, seconds: float) -> None:
+        """Since admission."""
+        self._of("audio_time_to_first_packet_seconds").observe(seconds)
+
+    def sound_finished(
+        self, *, duration_s: float, elapsed_s: float, underrun_s: float | None
+    ) -> None:
+        """One child's sound, `elapsed_s` after admission; `underrun_s` None: it came in one
+        piece."""
+        self._of("audio_duration_seconds").observe(duration_s)
+        self._of("audio_real_time_ratio").observe(elapsed_s / duration_s)
+        if underrun_s is not None:
+            self._of("audio_underrun_seconds").observe(underrun_s)
+
     # stages and replicas -------------------------------------------------------------------------
 
     def stage_status(self, stage: str, replica: int, running: int, waiting: int) -> None:
         self._of("stage_requests_running", stage, replica).set(running)
         self._of("stage_requests_waiting", stage, replica).set(waiting)
+
+    def token_stats(self, stage: str, replica: int, stats: dict[str, float]) -> None:
+        """What a token stage counts itself, since its own start: a smaller total than the last one
+        heard means that the replica has started anew."""
+        if stats.get("kv_blocks_total"):
+            usage = stats.get("kv_blocks_used", 0) / stats["kv_blocks_total"]
+            self._of("kv_cache_usage_ratio", stage, replica).set(usage)
+        for name, family in _STAGE_TOTALS.items():
+            if name in stats:
+                place = (family, stage, replica)
+                grown = stats[name] - self._totals.get(place, 0)
+                self._totals[place] = stats[name]
+                self._of(*place).inc(stats[name] if grown < 0 else grown)
 
     def stage_loaded(self, stage: str, replica: int, load_s: float) -> None:
         self._of("stage_load_seconds", stage, replica).set(load_s)

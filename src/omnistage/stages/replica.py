@@ -56,9 +56,8 @@ logger = get_logger(__name__)
 
 DRAIN_LIMIT_S = 10.0
 _IDLE_WAIT_S = 60.0
-Mail = tuple[Message | LateOutput, Sequence[Any]]
-
 _STATS_EVERY_S = 0.5
+Mail = tuple[Message | LateOutput, Sequence[Any]]
 
 
 class Replica:

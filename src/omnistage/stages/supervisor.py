@@ -158,6 +158,7 @@ class StageSupervisor:
                     self._metrics.stage_status(
                         replica.stage.name, replica.replica_id, status.running, status.waiting
                     )
+                    self._metrics.token_stats(replica.stage.name, replica.replica_id, status.stats)
             case LoadProgress():
                 self._loads(self._replica(message.stage_id, message.replica_id), message.note)
             case Ready():
