@@ -32,6 +32,7 @@ class RunningSum:
     sample_rate = 30
     samples_per_frame = SAMPLES_PER_FRAME
     num_codebooks, codebook_size = CODEBOOKS, CODEBOOK_SIZE
+    captured_sizes: tuple[int, ...] = ()
 
     def __init__(self, max_streams: int) -> None:
         self.max_streams = max_streams

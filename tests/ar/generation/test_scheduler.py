@@ -357,3 +357,12 @@ def test_up_to_the_longest_pass_the_complete_input_is_one():
     for seed, name in enumerate("ab", start=1):
         length = {"a": 130, "b": 180}[name]
         np.testing.assert_array_equal(world.audio(name), expected_audio(some_codes(length, seed)))
+
+
+def test_ends_are_padded_to_captured_sizes():
+    world = driver()
+    world.model.captured_sizes = (4, 25)
+    world.add("a", some_codes(10))
+    world.run()
+    assert world.model.batches == [(1, 4), (1, 25)]
+    np.testing.assert_array_equal(world.audio("a"), expected_audio(some_codes(10)))

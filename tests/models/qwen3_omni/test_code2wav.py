@@ -61,7 +61,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     ids=lambda sizes: "-".join(map(str, sizes)),
 )
 def test_any_pieces_are_the_one_pass_decode(tiny, sizes):
-    codes = random_codes(TINY, 2, 320, seed=1)
+    codes = random_codes(TINY, 2, max(90, sizes[0] + 20), seed=1)
     wanted = one_pass(tiny.module, codes)
     assert difference(in_pieces(tiny, codes, cycle(sizes)), wanted) <= ALLOWED
 
@@ -186,9 +186,9 @@ def test_long_audio_leaves_nothing_behind(tiny):
         for _ in range(pieces):
             tiny.decode([stream], codes, [25])
         gc.collect()
-        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+        return sum(type(one) is torch.Tensor for one in gc.get_objects())
 
-    assert tensors_after(1) == tensors_after(59)
+    assert tensors_after(1) == tensors_after(29)
     tiny.release(stream)
 
 

@@ -27,7 +27,8 @@ class CodecModel(Protocol):
     """A codec decoder that carries state: pieces, one after another, are the one-pass decode.
 
     All methods run in the executing thread. Codes are (…, num_codebooks) integers from 0 to
-    `codebook_size` - 1. `max_streams` is how many streams it has state for.
+    `codebook_size` - 1. `max_streams` is how many streams it has state for. Pieces are padded to
+    `captured_sizes`, ascending, where there are any: those run much faster.
     """
 
     sample_rate: int
@@ -35,6 +36,7 @@ class CodecModel(Protocol):
     num_codebooks: int
     codebook_size: int
     max_streams: int
+    captured_sizes: tuple[int, ...]
 
     def begin(self, key: RequestKey) -> CodecStream: ...
 
@@ -44,7 +46,8 @@ class CodecModel(Protocol):
         """codes (B, k, num_codebooks) int64 → B float32 waveforms (n,) on the device.
 
         `frames[i]` of stream i's k frames are real. Only the last piece of a stream may be padded.
-        An error leaves every stream as it was. Without host synchronisation.
+        An error leaves every stream as it was. Without host synchronisation; the waveforms may be
+        overwritten by the next call, in order on the device.
         """
 
     def finish(self, stream: CodecStream) -> torch.Tensor:

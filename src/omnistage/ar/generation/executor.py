@@ -122,7 +122,9 @@ class GenerationExecutor:
         waves = [torch.empty(0, device=self._device)] * len(rows)
         try:
             if longest := max(frames):
-                ids = np.stack([ids[:longest] for _, _, ids in rows])
+                size = next((size for size in model.captured_sizes if size >= longest), longest)
+                ids = np.zeros((len(rows), size, model.num_codebooks), dtype=np.int64)
+                ids[:, :longest] = [ids[:longest] for _, _, ids in rows]
                 codes = torch.from_numpy(ids).to(self._device, non_blocking=True)
                 waves = model.decode(streams, codes, frames)
             for index, (_, piece, _) in enumerate(rows):

@@ -19,6 +19,7 @@ from omnistage.ar.generation.options import read_generation_options
 from omnistage.ar.generation.state_pool import StatePool
 from omnistage.contracts.identity import RequestKey
 from omnistage.memory.transformers_loader import load_transformers
+from omnistage.models.qwen3_omni.code2wav_attention import WindowedAttention
 from omnistage.models.qwen3_omni.code2wav_gate import (
     check_against_one_pass,
     check_modules,
@@ -28,7 +29,6 @@ from omnistage.platforms.registry import platform_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from transformers import Qwen3OmniMoeCode2Wav
 
     from omnistage.config.resolved import ResolvedStage
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 24_000
 """Hz; no configuration of the checkpoint says it."""
-
-_KEYS_VALUES = "keys_values"
 
 
 class StreamedCode2Wav:
@@ -59,12 +57,11 @@ class StreamedCode2Wav:
         self.codebook_size = config.codebook_size
         self.max_streams = max_streams
         self.samples_per_frame = int(module.total_upsample)
-        self.window = config.sliding_window
         self._device = device
         self._pool = StatePool(max_streams, device)
         self._convs = CausalConvs()
         self.lag = self._follow_convolutions()
-        self._follow_attention()
+        self.attention = WindowedAttention(module, self._pool, self._convs)
         self._captured: CapturedSteps | None = None
 
     @property
@@ -134,22 +131,6 @@ class StreamedCode2Wav:
 
         return torch.empty(0, device=self._device)
 
-    def transform_in_pieces(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The transformer alone, of one stream: hidden states (1, k, hidden_size), piece by piece,
-        → all of them. Touches no stream's state."""
-        import torch
-
-        shape = self._pool.tensors[_KEYS_VALUES].shape[1:]
-        state = torch.zeros((1, *shape), dtype=pieces[0].dtype, device=self._device)
-        before = torch.zeros(1, dtype=torch.int64, device=self._device)
-        done = []
-        for piece in pieces:
-            step = StreamStep(before=before, read={_KEYS_VALUES: state})
-            with self._convs.during(step), torch.no_grad():
-                done.append(self.module.pre_transformer(inputs_embeds=piece).last_hidden_state)
-            state, before = step.written[_KEYS_VALUES], before + piece.shape[1]
-        return torch.cat(done, dim=1)
-
     def describe(self) -> dict[str, Any]:
         return {
             "codec": type(self.module).__name__,
@@ -166,7 +147,7 @@ class StreamedCode2Wav:
             self._captured.clear()
         self._captured = None
         self._convs.close()
-        self._attention_handle.remove()
+        self.attention.close()
         self._pool.tensors.clear()
 
     def _follow_convolutions(self) -> int:
@@ -185,74 +166,6 @@ class StreamedCode2Wav:
                     self._convs.follow_transposed(name, part, place)
                 place = place.upsampled(stride, late=late)
         return place.lag
-
-    def _follow_attention(self) -> None:
-        config = self.module.config
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, self.window - 1, head_dim)
-        self._pool.add(_KEYS_VALUES, shape, self.module.dtype)
-        transformer = self.module.pre_transformer
-        self._attention_handle = transformer.register_forward_pre_hook(
-            self._put_window, with_kwargs=True
-        )
-
-    def _put_window(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        import torch
-
-        step = self._convs.step
-        if step is None:
-            return None
-        hidden = kwargs["inputs_embeds"]
-        count, device = hidden.shape[1], hidden.device
-        positions = step.before[:, None] + torch.arange(count, device=device)
-        mask = window_mask(step.before, count, self.window, hidden.dtype)
-        return args, {
-            **kwargs,
-            "position_ids": positions,
-            "attention_mask": {"sliding_attention": mask, "full_attention": mask},
-            "cache": _Window(step),
-        }
-
-
-class _Window:
-    """What the attention layers update: the keys and values of the window's other positions."""
-
-    def __init__(self, step: StreamStep) -> None:
-        self._before = step.read[_KEYS_VALUES]
-        self._after = step.written[_KEYS_VALUES] = self._before.new_empty(self._before.shape)
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """keys, values (B, H, k, D) → (B, H, window - 1 + k, D)."""
-        import torch
-
-        joined = []
-        for index, new in enumerate((keys, values)):
-            joined.append(torch.cat((self._before[:, layer, index], new), dim=2))
-            kept = self._before.shape[-2]
-            self._after[:, layer, index] = joined[index][:, :, joined[index].shape[2] - kept :]
-        return joined[0], joined[1]
-
-
-def window_mask(before: torch.Tensor, count: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """(B, 1, count, window - 1 + count), to be added to scores. Of the keys the first window - 1
-    are those of the positions before; of a stream's beginning some do not exist."""
-    import torch
-
-    kept = window - 1
-    key = torch.arange(kept + count, device=before.device)
-    ahead = key[None, :] - torch.arange(count, device=before.device)[:, None]
-    in_window = (ahead >= 0) & (ahead <= kept)
-    exists = before[:, None] + key[None, :] >= kept
-    visible = in_window[None, None] & exists[:, None, None]
-    lowest = torch.finfo(dtype).min
-    return torch.zeros(visible.shape, dtype=dtype, device=before.device).masked_fill(
-        ~visible, lowest
-    )
 
 
 def build_code2wav(

@@ -131,12 +131,12 @@ def _wave_difference(model: StreamedCode2Wav) -> float:
 def _transformer_difference(model: StreamedCode2Wav) -> float:
     import torch
 
-    module, window = model.module, model.window
+    module, window = model.module, model.attention.window
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn((1, window + 8, module.config.hidden_size), generator=generator)
     hidden = hidden.to(module.device, module.dtype)
     at_once = module.pre_transformer(inputs_embeds=hidden).last_hidden_state
-    pieces = model.transform_in_pieces(hidden.split((window - 2, 1, 9), dim=1))
+    pieces = model.attention.transform(hidden.split((window - 2, 1, 9), dim=1))
     return _relative(pieces, at_once)
 
 
