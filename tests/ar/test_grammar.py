@@ -121,10 +121,13 @@ def test_a_lark_grammar_is_followed():
 
 
 @pytest.mark.invariant("AR-INV-214")
-def test_a_model_with_more_logits_than_tokens_never_gets_the_surplus():
-    compiling = compiler()
+@pytest.mark.parametrize("vocab_size", [416, 417, 447, 448, 512])
+def test_a_model_with_more_logits_than_tokens_never_gets_the_surplus(vocab_size):
+    tokenizer = tokenizers.byte_level()
+    assert len(tokenizer) < vocab_size
+    compiling = GrammarCompiler(tokenizer, vocab_size, [tokenizer.eos_token_id])
     grammar = Grammar(compiling.compile(StructuredOutput(regex="(?s:.*)")))
-    assert len(grammar.bitmask()) == (len(compiling.tokenizer) + PADDING + 31) // 32
+    assert len(grammar.bitmask()) == (vocab_size + 31) // 32
     assert len(allowed(grammar)) > 200
     assert max(allowed(grammar)) < len(compiling.tokenizer)
     special = compiling.tokenizer.convert_tokens_to_ids(tokenizers.START)

@@ -114,8 +114,8 @@ class Grammar:
         mask = np.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=np.int32)
         if self._matcher.is_error():
             raise _refused(self._matcher.get_error())
-        assert len(mask) == self._compiled.words
-        return mask
+        assert len(mask) >= self._compiled.words
+        return mask[: self._compiled.words]
 
     def accept(self, token_id: int) -> None:
         """The request generated this token. Raises `InternalError` where the grammar forbids it:

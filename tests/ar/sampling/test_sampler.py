@@ -8,6 +8,8 @@ import torch
 from omnistage.ar.sampling import random as noise
 from omnistage.ar.sampling import sampler as sampler_module
 from omnistage.ar.sampling.features import SamplingFeatures
+from omnistage.ar.sampling.row_state import SamplerState
+from omnistage.ar.sampling.sampler import Sampler
 from omnistage.contracts.sampling import OmniTokenSamplingParams as Params
 from tests.ar.sampling.helpers import PROMPT, draw_many, make_sampler, sample
 
@@ -211,3 +213,64 @@ def test_bfloat16_logits_are_sampled_in_float32():
     high = sample(make_sampler([params], VOCAB), [params], logits.float())
     assert low.tokens == high.tokens
     assert low.logprobs.logprob.dtype == torch.float32
+
+
+def test_rows_in_pieces_are_the_rows_in_one(monkeypatch):
+    crowd = [
+        Params(temperature=0.0, logprobs=2),
+        Params(temperature=1.0, repetition_penalty=1.5),
+        Params(temperature=1.2, top_p=0.7, logprobs=5),
+    ]
+    logits = random_logits(3)
+    bitmask = torch.tensor([[-1] * 4, [0, -1, 0, 0], [-1] * 4], dtype=torch.int32)
+    whole = sample(make_sampler(crowd, VOCAB), crowd, logits, bitmask=bitmask)
+    monkeypatch.setattr(sampler_module, "CACHED_LOGITS", 1)
+    pieces = sample(make_sampler(crowd, VOCAB), crowd, logits, bitmask=bitmask)
+    assert whole.tokens.tolist() == pieces.tokens.tolist()
+    assert 32 <= int(whole.tokens[1]) < 64
+    assert whole.finite.tolist() == pieces.finite.tolist() == [True] * 3
+    for row in range(3):
+        assert whole.logprobs.of_row(row, 5) == pieces.logprobs.of_row(row, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(temperature=0.0),
+        Params(temperature=0.8),
+        Params(temperature=0.8, top_k=20, top_p=0.8, logprobs=4),
+        Params(temperature=0.8, top_p=0.9, min_p=0.01),
+        Params(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3),
+        Params(temperature=0.9, logit_bias={4: 3.0}),
+    ],
+    ids=str,
+)
+def test_a_captured_graph_draws_what_the_host_draws(params):
+    """The graph is captured once and replayed for every step, with other logits and positions."""
+    steps, size = 12, 2003
+    state = SamplerState(2, size, "cuda")
+    begin = {"prompt_ids": PROMPT, "seed": 5, "stop_ids": [7]}
+    state.begin(0, params, **begin)
+    features = SamplingFeatures.of([params])
+    state.reserve(features)
+    sampler, host = Sampler(state), make_sampler([params], size, **begin)
+    logits = torch.zeros(2, size, device="cuda")
+    rows = torch.tensor([0, 2], device="cuda")
+    positions = torch.full((2,), len(PROMPT), device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sampler.sample(logits, rows, positions, features=features)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = sampler.sample(logits, rows, positions, features=features)
+    state.begin(0, params, **begin)
+    for step in range(steps):
+        fresh = torch.randn(1, size, generator=torch.Generator().manual_seed(step)) * 3
+        logits.copy_(fresh.expand(2, -1))
+        graph.replay()
+        expected = sample(host, [params], fresh, position=len(PROMPT) + step)
+        assert int(captured.tokens[0]) == int(expected.tokens)
+        positions += 1

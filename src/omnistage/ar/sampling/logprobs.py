@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from omnistage.ar.step import TokenLogprobs
@@ -20,6 +20,16 @@ class Logprobs:
     rank: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: list[Logprobs]) -> Logprobs:
+        """The rows of all parts, in order."""
+        import torch
+
+        def together(name: str) -> torch.Tensor:
+            return torch.cat([getattr(part, name) for part in parts])
+
+        return cls(**{each.name: together(each.name) for each in fields(cls)})
 
     def of_row(self, index: int, count: int) -> TokenLogprobs:
         """Row `index` for a request with `logprobs=count`. On host tensors: it reads values."""

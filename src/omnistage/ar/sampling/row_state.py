@@ -12,8 +12,8 @@ from omnistage.ar.sampling.random import signed_seed, token_hashes
 from omnistage.contracts.errors import InvalidRequestError
 from omnistage.contracts.sampling import MAX_LOGIT_BIAS, OmniTokenSamplingParams
 
-MAX_STOP_IDS = 128
-"""End-of-sequence ids and a request's own stop ids together."""
+MAX_STOP_IDS = 1152
+"""End-of-sequence ids and a request's own stop ids together, where `min_tokens` forbids them."""
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INTEGERS = ("seed", "top_k", "prompt_tokens", "min_tokens", "stop_count")
@@ -66,7 +66,7 @@ class SamplerState:
 
         Raises `InvalidRequestError` for more stop ids or biases than a row holds.
         """
-        stops = sorted(set(stop_ids))
+        stops = sorted(set(stop_ids)) if params.min_tokens > 0 else []
         if len(stops) > MAX_STOP_IDS:
             raise InvalidRequestError(
                 f"{len(stops)} stop token ids, at most {MAX_STOP_IDS} are allowed with the model's "
@@ -85,7 +85,7 @@ class SamplerState:
                 len(stops),
             ],
         )
-        if params.min_tokens > 0 and stops:
+        if stops:
             self._write(self.stop_ids, row, stops)
         self._begin_bias(row, params)
         if has_penalties(params):

@@ -9,12 +9,16 @@ import torch
 
 from omnistage.ar.sampling import constraints
 from omnistage.ar.sampling.features import NO_LOGPROBS, SamplingFeatures
-from omnistage.ar.sampling.filters import min_p_threshold, ordered_threshold
+from omnistage.ar.sampling.filters import descending, min_p_threshold, ordered_threshold
 from omnistage.ar.sampling.logprobs import Logprobs, logprobs_of
 from omnistage.ar.sampling.random import exponential_noise, step_keys
 from omnistage.ar.sampling.row_state import SamplerState
 
 NamedRows = dict[str, torch.Tensor]
+
+CACHED_LOGITS = 2**18
+"""On a CPU, work of many passes takes so many logits at once, to stay in the cache: 64 rows of
+151,936 with penalties take 170 ms instead of 338, drawn from everything 111 instead of 207."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +55,27 @@ class Sampler:
         if features == SamplingFeatures():
             best, tokens = logits.max(1)
             return SampledTokens(tokens=tokens, finite=best.isfinite())
+        size = _rows_at_once(logits, features)
+        parts = [
+            self._sample(
+                logits[first : first + size],
+                rows[first : first + size],
+                positions[first : first + size],
+                features,
+                None if bitmask is None else bitmask[first : first + size],
+            )
+            for first in range(0, len(logits), size)
+        ]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        features: SamplingFeatures,
+        bitmask: torch.Tensor | None,
+    ) -> SampledTokens:
         logits = logits.float()
         floats, integers = self.state.of_rows(rows)
         allowed = logits
@@ -124,8 +149,24 @@ class Sampler:
         weights = scaled.exp()
         if threshold is not None:
             weights = torch.where(scaled >= threshold.unsqueeze(1), weights, 0.0)
-        winner = weights.div_(exponential_noise(keys, hashes)).argmax(1)
+        winner = weights.div_(exponential_noise(keys, hashes)).max(1).indices
         return winner if ids is None else ids.gather(1, winner.unsqueeze(1)).squeeze(1)
+
+
+def _rows_at_once(logits: torch.Tensor, features: SamplingFeatures) -> int:
+    draws_from_all = not features.greedy_only and not features.candidates
+    if logits.device.type != "cpu" or not (draws_from_all or features.changes_logits):
+        return max(len(logits), 1)
+    return max(CACHED_LOGITS // logits.shape[1], 1)
+
+
+def _joined(parts: list[SampledTokens]) -> SampledTokens:
+    found = [part.logprobs for part in parts if part.logprobs is not None]
+    return SampledTokens(
+        tokens=torch.cat([part.tokens for part in parts]),
+        finite=torch.cat([part.finite for part in parts]),
+        logprobs=Logprobs.joined(found) if found else None,
+    )
 
 
 def _threshold(
@@ -135,7 +176,7 @@ def _threshold(
     have no top_k, which does not matter."""
     found = None
     if features.candidates or features.sorts:
-        ordered = scaled if features.candidates else scaled.sort(1, descending=True).values
+        ordered = scaled if features.candidates else descending(scaled)
         found = ordered_threshold(ordered, top_k, floats["top_p"])
     if features.min_p:
         by_min_p = min_p_threshold(floats["min_p"])
