@@ -39,12 +39,12 @@ def speech_config(voices: tuple[str, ...] = VOICES, model_type: str = "qwen3_omn
         )
         for index, (name, kind, modality, final) in enumerate(kinds)
     )
-    options = {1: {"voices": list(voices)}} if voices else {}
+    own = {"voices": list(voices), "default_voice": voices[0]} if voices else {}
     return OmniConfig(
         model=MODEL,
         model_path="/nowhere",
         served_model_name=MODEL,
-        pipeline=PipelineConfig(model_type=model_type, stages=stages, options=options),
+        pipeline=PipelineConfig(model_type=model_type, stages=stages, options={1: {"model": own}}),
         stages=tuple(
             ResolvedStage(stage=stage, model_path="/nowhere", process="inline") for stage in stages
         ),

@@ -1,8 +1,8 @@
 """Qwen-Omni models (Qwen2.5-Omni, Qwen3-Omni): a chat that asks to read the text aloud.
 
 The thinker writes the text again, the talker speaks it as it comes. Voices are the checkpoint's
-(`speaker_id` of the talker's configuration), handed over as `voices` in the pipeline's options of
-the talker's stage; the chosen one goes to it as `extra_args["voice"]`.
+(`speaker_id` of the talker's configuration): the pipeline hands them over in the talker's option
+`model`, as `voices` and `default_voice`; the chosen one goes to it as `extra_args["voice"]`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class QwenOmniSpeech:
     def voices(self, config: OmniConfig) -> Voices:
         for stage in config.stages:
             options = {**config.pipeline.options.get(stage.stage_id, {}), **stage.options}
-            if "voices" in options:
-                names = tuple(options["voices"])
-                default = options.get("default_voice", names[0] if names else None)
-                return Voices(names=names, default=default)
+            own = options.get("model", {})
+            if "voices" in own:
+                return Voices(names=tuple(own["voices"]), default=own.get("default_voice"))
         return Voices()
 
     def validate(self, config: OmniConfig, request: SpeechRequest) -> None:

@@ -21,6 +21,9 @@ DECODER = "omnistage.models.qwen3_omni.code2wav:build_code2wav"
 
 INPUTS = frozenset({Modality.TEXT, Modality.IMAGE, Modality.AUDIO, Modality.VIDEO})
 
+DEFAULT_VOICE = "ethan"
+"""`Qwen3OmniMoeForConditionalGeneration.generate`."""
+
 TALKER_DEFAULTS: dict[str, Any] = {
     "max_tokens": 4096,
     "temperature": 0.9,
@@ -56,6 +59,7 @@ def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
             "token_model": f"{LOADING}:build_talker",
             "feeds_stages": True,
             "emits_payload": True,
+            "model": _voices(index),
         }
         options[CODE2WAV] = {"codec_model": DECODER}
         defaults[TALKER] = TALKER_DEFAULTS | _of_part(generation, "talker")
@@ -103,6 +107,13 @@ def _code2wav() -> StageConfig:
         output_modality=Modality.AUDIO,
         input_modalities=frozenset({Modality.TOKENS}),
     )
+
+
+def _voices(index: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server lists; the default voice is the one that the talker takes."""
+    names = list((index.get("talker_config") or {}).get("speaker_id") or {})
+    default = DEFAULT_VOICE if DEFAULT_VOICE in names else next(iter(names), None)
+    return {"voices": names, "default_voice": default}
 
 
 def _thinker_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import InvalidRequestError
 from omnistage.contracts.sampling import OmniTokenSamplingParams
 from omnistage.contracts.tensors import host_tensor
+from omnistage.models.qwen3_omni.pipeline import DEFAULT_VOICE
 from omnistage.models.qwen3_omni.rope import RopeIndex
 from omnistage.models.qwen3_omni.thinker import PAYLOAD_MEDIA, TALKER_STATE
 
@@ -25,8 +26,8 @@ PADS = 4
 LOOKAHEAD = 3
 """Answer ids that decode step 0 waits for: the prompt's, its own, and one that shows that its own
 is not the last."""
-DEFAULT_SPEAKER = "ethan"
-EXTRA_ARGS = ("speaker",)
+EXTRA_ARGS = ("voice",)
+"""A name of the checkpoint's `speaker_id`, in any case."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,11 +157,11 @@ class TalkerPrompts:
                     f"the talker has no option {name!r}; {suggestion(name, EXTRA_ARGS)}",
                     param="extra_args",
                 )
-        default = DEFAULT_SPEAKER if DEFAULT_SPEAKER in self.speakers else next(iter(self.speakers))
-        asked = params.extra_args.get("speaker") or default
+        default = DEFAULT_VOICE if DEFAULT_VOICE in self.speakers else next(iter(self.speakers))
+        asked = params.extra_args.get("voice") or default
         if str(asked).lower() not in self.speakers:
             raise InvalidRequestError(
-                f"speaker {asked!r} is none of {', '.join(sorted(self.speakers))}", param="speaker"
+                f"voice {asked!r} is none of {', '.join(sorted(self.speakers))}", param="voice"
             )
         return str(asked).lower()
 
