@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 WEIGHT_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 """How each library names the weight files of a model."""
 
+MODEL_BASES = {
+    "diffusers": ("diffusers.models.modeling_utils", "ModelMixin"),
+    "transformers": ("transformers.modeling_utils", "PreTrainedModel"),
+}
+"""The class that all models of a library derive from."""
+
 PROCESS_WIDE = threading.RLock()
 """Held while the libraries change what holds for the whole process (how modules register
 parameters, the default dtype), and by whatever would suffer from that."""
@@ -50,13 +56,12 @@ class Implementations:
 
 
 def library_of(cls: type) -> str | None:
-    """Whose model class this is: "diffusers", "transformers", or None when it is no such model."""
-    from diffusers import ModelMixin
-    from transformers import PreTrainedModel
+    """Whose model class this is: "diffusers", "transformers", or None when it is no such model.
 
-    if issubclass(cls, ModelMixin):
-        return "diffusers"
-    return "transformers" if issubclass(cls, PreTrainedModel) else None
+    Imports neither: they import lazily, which fails in one of two threads that do it at a time.
+    """
+    bases = {(base.__module__, base.__name__) for base in cls.__mro__}
+    return next((library for library, base in MODEL_BASES.items() if base in bases), None)
 
 
 def read_config(cls: type, folder: Path) -> Any:

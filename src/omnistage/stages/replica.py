@@ -57,6 +57,10 @@ logger = get_logger(__name__)
 DRAIN_LIMIT_S = 10.0
 _IDLE_WAIT_S = 60.0
 _STATS_EVERY_S = 0.5
+_LOADING = threading.Lock()
+"""Stages of one process load one at a time: transformers and diffusers import lazily, which fails
+in one of two threads at once, and a device's peak memory is measured for one."""
+_LOADING_LOOK_S = 0.5
 Mail = tuple[Message | LateOutput, Sequence[Any]]
 
 
@@ -178,7 +182,7 @@ class Replica:
         )
         self._executor = runtime.executor(self.stage, 0, world_size)
         self._ranks.begin_load()
-        description = self._executor.load(self._report_load)
+        description = self._load_alone(self._executor)
         self._ranks.finish_load()
         context = LeaderContext(
             world_size, self._ranks, self._clock, self.is_cancelled, self.post, self._outputs
@@ -205,6 +209,15 @@ class Replica:
         self._clock.idle()
         load_s = time.monotonic() - started
         self.post(Ready(description=description, load_s=load_s, rank_pids=self._ranks.pids))
+
+    def _load_alone(self, executor: Any) -> dict[str, Any]:
+        while not _LOADING.acquire(timeout=_LOADING_LOOK_S):
+            self._report_load("waiting for another stage of this process to load", None)
+        try:
+            description: dict[str, Any] = executor.load(self._report_load)
+            return description
+        finally:
+            _LOADING.release()
 
     def _report_load(self, note: str, fraction: float | None) -> None:
         """The points at which a load can end early: a shutdown, a rank that has failed."""
