@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from omnistage.ar import gate
+from omnistage.ar.graphs import DecodeGraphs, graph_sizes
 from omnistage.ar.kv_cache import DeviceMemory, KVCache, cache_bytes, plan_cache, token_bytes
 from omnistage.ar.model import TokenModel
 from omnistage.ar.options import TokenOptions
@@ -69,6 +71,7 @@ def assemble(
     runner = StepRunner(
         model, cache, backend, step_input, Sampler(state), payloads=options.emits_payload
     )
+    notes |= capture_decoding(runner, options, device, report)
     return Assembly(
         model=model,
         device=device,
@@ -82,14 +85,41 @@ def assemble(
 
 
 def make_backend(device: str) -> PagedBackend:
-    return TorchPagedBackend()
+    """Kernels of our own on a GPU that has a compiler for them."""
+    if device == "cpu" or find_spec("triton") is None:
+        return TorchPagedBackend()
+    from omnistage.attention.triton_backend import TritonPagedBackend
+
+    return TritonPagedBackend.on(device)
 
 
 def prepare_weights(
     model: TokenModel, options: TokenOptions, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Module surgery that keeps the mathematics, where `fuse_layers` allows it."""
+    if device != "cpu" and options.fuse_layers and not options.enforce_eager:
+        from omnistage.ar.surgery import fuse_for_gpu
+
+        return fuse_for_gpu(model)
     return {}
+
+
+def capture_decoding(
+    runner: StepRunner, options: TokenOptions, device: str, report: LoadReporter
+) -> dict[str, Any]:
+    """Let decode steps run by captured graphs, where the device has them."""
+    platform = platform_of(device)
+    if options.enforce_eager or platform.graphs_unavailable_reason() is not None:
+        return {}
+    sizes = graph_sizes(options.max_num_seqs)
+    graphs = DecodeGraphs(runner.run_decode, platform, device, sizes)
+    step_input = runner.step_input
+    step_input.fixed_width = True
+    with torch.inference_mode():
+        step_input.fill([], sizes[-1])
+        graphs.capture(report)
+    runner.decode_forward, runner.padded = graphs, graphs.padded
+    return graphs.describe()
 
 
 def measure(

@@ -24,6 +24,7 @@ _STAGE_FIELDS = (
     "enable_chunked_prefill",
     "async_chunk",
     "fuse_layers",
+    "enforce_eager",
     "default_sampling_params",
 )
 
@@ -54,6 +55,7 @@ class TokenOptions:
     enable_chunked_prefill: bool = True
     async_chunk: bool = True
     fuse_layers: bool = True
+    enforce_eager: bool = False
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
     entry: bool = True
     output_modality: Modality = Modality.TEXT

@@ -1,7 +1,7 @@
 """One step on the device: embeddings, layers, logits, tokens, and what the next step needs of them.
 
 Steps of decode rows only run `StepRunner.run_decode` on buffers that stay in place, through
-`decode_runner`: a captured graph of it takes its place there. Steps with chunks are packed anew.
+`decode_forward`: captured graphs of it take its place there. Steps with chunks are packed anew.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class StepResult:
 
 
 LiveRow = tuple["StepRow", "Running"]
+HiddenAndLogits = tuple["torch.Tensor", "torch.Tensor"]
 
 
 class StepRunner:
-    """`decode_runner(size, features)` runs a step of `size` decode rows that `step_input` holds;
-    `padded(rows)` says to what size so many rows are padded. With `payloads`, every step makes what
-    later stages need."""
+    """`decode_forward(size)` runs a step of `size` decode rows that `step_input` holds, up to its
+    logits; `padded(rows)` says to what size so many rows are padded: captured graphs take the place
+    of both. With `payloads`, every step makes what later stages need."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class StepRunner:
         self.model, self.cache, self.backend = model, cache, backend
         self.step_input, self.sampler = step_input, sampler
         self.payloads = payloads
-        self.decode_runner: Callable[[int, SamplingFeatures], StepResult] = self.run_decode
+        self.decode_forward: Callable[[int], HiddenAndLogits] = self.run_decode
         self.padded: Callable[[int], int] = lambda rows: rows
 
     def run(self, rows: Sequence[LiveRow]) -> StepResult | None:
@@ -71,19 +72,19 @@ class StepRunner:
         if len(decodes) == len(rows):
             size = self.padded(len(rows))
             self.step_input.fill([self._decode_row(*one) for one in rows], size)
-            return self.decode_runner(size, features)
+            return self._decode(size, features)
         return self._run_mixed(decodes, rows[len(decodes) :], sampling, features)
 
-    def run_decode(self, size: int, features: SamplingFeatures) -> StepResult:
-        """Reads only `step_input` and state by row; never synchronizes with the host where the
-        model and the backend do not. Capturable."""
+    def run_decode(self, size: int) -> HiddenAndLogits:
+        """hidden (size, hidden_size), logits (size, vocab_size). Reads only `step_input` and state
+        by row; never synchronizes with the host where the model and the backend do not: capturable.
+        """
         filled = self.step_input
-        rows = filled.rows(size)
         batch = ModelBatch(
             token_ids=filled.token_ids(size),
             positions=filled.positions(size),
             num_decodes=size,
-            rows=rows,
+            rows=filled.rows(size),
         )
         step = PagedStep(
             num_decodes=size,
@@ -94,8 +95,14 @@ class StepRunner:
             backend=self.backend,
         )
         hidden = self._forward(batch, step)
+        return hidden, self.model.logits(hidden)
+
+    def _decode(self, size: int, features: SamplingFeatures) -> StepResult:
+        filled = self.step_input
+        hidden, logits = self.decode_forward(size)
         bitmask = filled.bitmask(size) if features.bitmask else None
-        return self._sample(hidden, rows, filled.sample_places(size), features, bitmask)
+        places = filled.sample_places(size)
+        return self._sample(hidden, logits, filled.rows(size), places, features, bitmask)
 
     def _run_mixed(
         self,
@@ -120,7 +127,10 @@ class StepRunner:
             masks = [row.bitmask for row, _ in sampling]
             host = filled.host_bitmask(masks, len(sampling))
             bitmask = host.to(filled.device, non_blocking=True)
-        return self._sample(hidden[lasts], sample_rows, sample_places, features, bitmask)
+        last = hidden[lasts]
+        return self._sample(
+            last, self.model.logits(last), sample_rows, sample_places, features, bitmask
+        )
 
     def _pack(
         self, decodes: Sequence[LiveRow], chunk_rows: Sequence[LiveRow], rows: torch.Tensor
@@ -183,12 +193,12 @@ class StepRunner:
     def _sample(
         self,
         hidden: torch.Tensor,
+        logits: torch.Tensor,
         rows: torch.Tensor,
         places: torch.Tensor,
         features: SamplingFeatures,
         bitmask: torch.Tensor | None,
     ) -> StepResult:
-        logits = self.model.logits(hidden)
         found = self.sampler.sample(logits, rows, places, features=features, bitmask=bitmask)
         self.step_input.last_tokens.index_copy_(0, rows, found.tokens)
         self.model.sampled(rows, hidden, found.tokens)
