@@ -26,6 +26,9 @@ DEPLOYMENT = """
 --request-timeout-s --slow-client-timeout-s --abort-timeout-s --shutdown-timeout-s --stream-buffer
 --vae-use-tiling
 --no-vae-use-tiling --vae-use-slicing --no-vae-use-slicing --omni
+--async-chunk --block-size --enable-chunked-prefill --enable-prefix-caching --fuse-layers
+--gpu-memory-utilization --kv-cache-gib --max-model-len --max-num-batched-tokens --no-async-chunk
+--no-enable-chunked-prefill --no-enable-prefix-caching --no-fuse-layers
 """
 
 FLAGS = {
@@ -33,7 +36,9 @@ FLAGS = {
     + """
 --host --port --api-key --max-generated-image-size --max-steps --max-n --max-prompt-chars
 --max-body-bytes --max-open-requests --max-input-images --max-media-bytes --media-threads
---body-timeout-s --media-timeout-s --drain-timeout-s --allow-private-media --allow-http-media
+--max-input-audios --max-input-audio-s --max-input-videos --max-video-frames
+--max-video-file-frames --video-frame-pixels --video-fps --max-speech-chars
+--media-decode-timeout-s --body-timeout-s --media-timeout-s --drain-timeout-s --allow-private-media --allow-http-media
 --allowed-local-media-path --stop-with-stdin
 """,
     "generate": DEPLOYMENT

@@ -30,17 +30,25 @@ _COUNTS = {
     "max_body_bytes": "largest request body",
     "max_open_requests": "HTTP requests open at a time",
     "max_input_images": "most input pictures of a request",
-    "max_media_bytes": "largest input picture, as a file",
-    "media_threads": "threads that decode input pictures",
+    "max_input_audios": "most input sounds of a request",
+    "max_input_videos": "most input videos of a request",
+    "max_video_frames": "most frames that are taken of an input video",
+    "max_video_file_frames": "longest input video, in frames of its file",
+    "video_frame_pixels": "pixels that larger frames of an input video are scaled down to",
+    "max_speech_chars": "longest text to speak",
+    "max_media_bytes": "largest input picture, sound or video, as a file",
+    "media_threads": "threads that decode input media and encode sound",
 }
 _SECONDS = {
     "body_timeout_s": "how long a client may take to send its body",
-    "media_timeout_s": "how long fetching input pictures may take",
+    "media_timeout_s": "how long fetching input media may take",
+    "media_decode_timeout_s": "how long reading one input sound or video may take",
+    "max_input_audio_s": "longest input sound, all of a request together",
     "drain_timeout_s": "how long running requests may go on after the first stop signal",
 }
 _SWITCHES = {
-    "allow_private_media": "fetch input pictures from private and loopback addresses too",
-    "allow_http_media": "fetch input pictures over http too, not only https",
+    "allow_private_media": "fetch input media from private and loopback addresses too",
+    "allow_http_media": "fetch input media over http too, not only https",
 }
 
 
@@ -67,13 +75,19 @@ def add_arguments(parser: CommandParser) -> None:
         http.add_argument(_flag(name), type=at_least_one, metavar="N", help=_help(name, meaning))
     for name, meaning in _SECONDS.items():
         http.add_argument(_flag(name), type=number, metavar="S", help=_help(name, meaning))
+    http.add_argument(
+        "--video-fps",
+        type=number,
+        metavar="N",
+        help=_help("video_fps", "frames that are taken of a second of an input video"),
+    )
     for name, meaning in _SWITCHES.items():
         http.add_argument(_flag(name), action="store_true", default=None, help=meaning)
     http.add_argument(
         "--allowed-local-media-path",
         type=Path,
         metavar="DIR",
-        help="folder that file: input pictures may come from",
+        help="folder that file: input media may come from",
     )
     http.add_argument("--stop-with-stdin", action="store_true", help="stop when stdin closes")
     add_model_flags(parser)
@@ -100,7 +114,7 @@ def api_settings(args: argparse.Namespace) -> ApiSettings:
     """The bounds of the server; what no flag sets keeps the default."""
     from omnistage.api.settings import ApiSettings
 
-    names = [*_COUNTS, *_SECONDS, *_SWITCHES, "allowed_local_media_path"]
+    names = [*_COUNTS, *_SECONDS, *_SWITCHES, "video_fps", "allowed_local_media_path"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.max_generated_image_size is not None:
         width, height = args.max_generated_image_size
