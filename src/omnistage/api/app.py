@@ -24,13 +24,27 @@ from omnistage.api.middleware.body_limit import BodyLimitMiddleware
 from omnistage.api.middleware.request_scope import RequestScopeMiddleware
 from omnistage.api.openapi import BEARER, ERROR_RESPONSES, install_openapi
 from omnistage.api.protocol.chat import ChatRequest
+from omnistage.api.protocol.chat_text import TextChatRequest
+from omnistage.api.protocol.completions import CompletionRequest
 from omnistage.api.protocol.images import (
     ImageCompletedEvent,
     ImageGenerationRequest,
     ImagePartialEvent,
 )
+from omnistage.api.protocol.responses import ResponsesRequest
 from omnistage.api.protocol.speech import SpeechAudioDelta, SpeechAudioDone, SpeechRequest
-from omnistage.api.routes import audio, chat, chat_text, images, models, operations
+from omnistage.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from omnistage.api.routes import (
+    audio,
+    chat,
+    chat_text,
+    completions,
+    images,
+    models,
+    operations,
+    responses,
+    tokens,
+)
 from omnistage.api.settings import ApiSettings
 from omnistage.api.text.checks import writes_text
 from omnistage.api.text.template import TemplateSource
@@ -75,15 +89,21 @@ def create_app(
         lifecycle=lifecycle or Lifecycle(),
     )
     app.include_router(operations.router)
-    chats = chat_text if writes_text(engine.config) else chat
-    for router in (images.router, chats.router, audio.router, models.router):
+    writes = writes_text(engine.config)
+    chats = chat_text if writes else chat
+    texts = (completions.router, responses.router, tokens.router)
+    for router in (images.router, chats.router, *texts, audio.router, models.router):
         app.include_router(router, dependencies=[BEARER] if settings.api_keys else [])
     install_error_handlers(app)
     install_openapi(
         app,
         [
             ImageGenerationRequest,
-            ChatRequest,
+            TextChatRequest if writes else ChatRequest,
+            CompletionRequest,
+            ResponsesRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
             ImagePartialEvent,
             ImageCompletedEvent,
             SpeechRequest,

@@ -1,4 +1,4 @@
-"""Who may call `/v1/*`."""
+"""Who may call `/v1/*`, and the routes beside it that work for a caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from omnistage.api.errors import error_response
 from omnistage.contracts.errors import AuthenticationError
 
-PROTECTED_PREFIX = "/v1"
+PROTECTED_PREFIXES = ("/v1", "/tokenize", "/detokenize")
 _POLICY_VIOLATION = 1008
 
 
@@ -50,4 +50,4 @@ def _is_protected(scope: Scope) -> bool:
     if scope["type"] == "lifespan":
         return False
     path: str = scope["path"]
-    return path == PROTECTED_PREFIX or path.startswith(f"{PROTECTED_PREFIX}/")
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in PROTECTED_PREFIXES)

@@ -84,7 +84,8 @@ def _given(config: OmniConfig, given: list[dict[str, Any]] | None) -> list[Sampl
         raise InvalidRequestError(
             f"{where} has {len(given)} entries, the model {len(kinds)} stages", param=where
         )
-    return [_convert(one, kind, f"{where}[{i}]") for i, (one, kind) in enumerate(zip(given, kinds))]
+    pairs = enumerate(zip(given, kinds, strict=True))
+    return [_convert(one, kind, f"{where}[{i}]") for i, (one, kind) in pairs]
 
 
 def _convert(value: dict[str, Any], kind: type[SamplingParams], where: str) -> SamplingParams:

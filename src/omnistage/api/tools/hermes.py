@@ -1,4 +1,4 @@
-"""Calls as Qwen and Hermes models write them: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
+"""Calls as Qwen and Hermes models write them: JSON between `<tool_call>` and `</tool_call>`."""
 
 from __future__ import annotations
 

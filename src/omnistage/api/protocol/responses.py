@@ -1,0 +1,238 @@
+"""The body of `/v1/responses`. Nothing is stored: every request brings the whole conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from omnistage.api.protocol.base import ApiModel, CleanText, ModelName
+from omnistage.api.protocol.chat import MAX_MESSAGES
+from omnistage.api.protocol.messages import MAX_PARTS, FunctionName, InputAudio, ShortText, Url
+from omnistage.api.protocol.sampling import JsonSchema, SamplingKnobs, TokenCount
+from omnistage.api.protocol.tool_fields import (
+    MAX_TOOLS,
+    JsonObjectFormat,
+    TextFormat,
+    format_kind,
+)
+from omnistage.contracts.sampling import MAX_LOGPROBS
+
+Status = Literal["in_progress", "completed", "incomplete"]
+_MESSAGE_PARTS = ("input_text", "output_text", "input_image", "input_audio", "refusal")
+
+
+class TextPart(ApiModel):
+    """`annotations` and `logprobs` are those of earlier answers; they are not read."""
+
+    type: Literal["input_text", "output_text"]
+    text: CleanText
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputImage(ApiModel):
+    type: Literal["input_image"]
+    image_url: Url
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class InputAudioItem(ApiModel):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+class Refusal(ApiModel):
+    type: Literal["refusal"]
+    refusal: CleanText
+
+
+def _part_kind(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    if kind in ("input_text", "output_text"):
+        return "<text>"
+    return f"<{kind}>" if kind in _MESSAGE_PARTS else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[InputAudioItem, Tag("<input_audio>")]
+    | Annotated[Refusal, Tag("<refusal>")],
+    Discriminator(
+        _part_kind,
+        custom_error_type="part_kind",
+        custom_error_message=f"a part needs a type: one of {', '.join(_MESSAGE_PARTS)}",
+    ),
+]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS)]
+
+
+class MessageItem(ApiModel):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: CleanText | Parts
+    id: ShortText | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCallItem(ApiModel):
+    type: Literal["function_call"]
+    call_id: ShortText
+    name: FunctionName
+    arguments: CleanText
+    id: ShortText | None = None
+    status: Status | None = None
+
+
+class FunctionOutputItem(ApiModel):
+    type: Literal["function_call_output"]
+    call_id: ShortText
+    output: CleanText | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    id: ShortText | None = None
+    status: Status | None = None
+
+
+class ReasoningText(ApiModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: CleanText
+
+
+class ReasoningItem(ApiModel):
+    """A thought of an earlier answer, sent back."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
+    summary: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS)] | None = None
+    encrypted_content: None = None
+    id: ShortText | None = None
+    status: Status | None = None
+
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _item_kind(item: Any) -> str | None:
+    if isinstance(item, dict):
+        kind = item.get("type", "message" if "role" in item else None)
+    else:
+        kind = getattr(item, "type", None)
+    return f"<{kind}>" if kind in _ITEMS else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(
+        _item_kind,
+        custom_error_type="item_kind",
+        custom_error_message=f"an input item needs a type: one of {', '.join(_ITEMS)}",
+    ),
+]
+
+
+class FunctionTool(ApiModel):
+    type: Literal["function"]
+    name: FunctionName
+    description: CleanText | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(ApiModel):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class SchemaFormat(ApiModel):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    description: CleanText | None = None
+    strict: bool | None = None
+
+
+Format = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[SchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        format_kind,
+        custom_error_type="format_kind",
+        custom_error_message="a format needs the type 'text', 'json_object' or 'json_schema'",
+    ),
+]
+
+
+class TextOptions(ApiModel):
+    format: Format | None = None
+
+
+class Reasoning(ApiModel):
+    effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    summary: None = None
+
+
+class StreamOptions(ApiModel):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(SamplingKnobs):
+    """`POST /v1/responses`."""
+
+    inapplicable: ClassVar[frozenset[str]] = frozenset(
+        {
+            "background_options",
+            "context_management",
+            "conversation",
+            "max_tool_calls",
+            "moderation",
+            "prompt",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+        }
+    )
+    inapplicable_reason: ClassVar[str] = (
+        "is not offered: this server stores nothing; send the whole conversation as input"
+    )
+
+    input: CleanText | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: ModelName | None = None
+    instructions: CleanText | None = None
+    max_output_tokens: TokenCount | None = None
+    max_tokens: None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] | None
+    ) = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: Literal[False] | None = None
+    previous_response_id: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] | None = None
+    user: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stores_nothing(cls, data: Any) -> Any:
+        for name, harmless in (("previous_response_id", (None,)), ("store", (None, False))):
+            if isinstance(data, dict) and data.get(name) not in harmless:
+                raise PydanticCustomError(
+                    "stateless", "{reason}", {"field": name, "reason": cls.inapplicable_reason}
+                )
+        return data
