@@ -38,7 +38,8 @@ FLAGS = {
 --max-body-bytes --max-open-requests --max-input-images --max-media-bytes --media-threads
 --max-input-audios --max-input-audio-s --max-input-videos --max-video-frames
 --max-video-file-frames --video-frame-pixels --video-fps --max-speech-chars
---media-decode-timeout-s --body-timeout-s --media-timeout-s --drain-timeout-s --allow-private-media --allow-http-media
+--media-decode-timeout-s --body-timeout-s --media-timeout-s --drain-timeout-s
+--allow-private-media --allow-http-media
 --allowed-local-media-path --stop-with-stdin
 """,
     "generate": DEPLOYMENT

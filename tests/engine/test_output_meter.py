@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from omnistage.contracts.messages import Output
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.tensors import host_tensor
 from omnistage.engine.output_meter import OutputMeter
 from omnistage.observability.metrics import EngineMetrics
+from omnistage.transport.inline import InlineConnector
+from tests.engine.fake_stages import FakeChild, FakeEngine
+from tests.toy.deployment import counting, toy_config, toy_pipeline
 
 RATE_HZ = 1000
 
@@ -84,3 +88,41 @@ def test_sound_in_one_piece_has_no_gaps_and_silence_nothing() -> None:
     empty.sound(0.5, 0, final=True)
     assert empty.value("audio_time_to_first_packet_seconds_count") == 0
     assert empty.value("audio_duration_seconds_count") == 0
+
+
+@pytest.mark.invariant("OBS-INV-002")
+async def test_what_stages_send_to_the_caller_is_measured() -> None:
+    """From a stage's message, through the orchestrator, to the engine's own metrics."""
+    engine = FakeEngine(toy_config(ranks=1, pipeline=toy_pipeline(both_final=True)))
+    metrics = engine.orchestrator._events._metrics
+    engine.admit(counting(1))
+    engine.turn()
+    (child,) = engine.stages.replicas[0].children.values()
+    for sequence, tokens in enumerate((1, 4)):
+        data = StageData(modality=Modality.TEXT, fields={"completion_tokens": tokens})
+        _send(engine, child, data, sequence, final=tokens == 4)
+    engine.turn()
+    registry, labels = metrics.registry, {"model_name": "fake"}
+    for name, wanted in (
+        ("omnistage_time_to_first_token_seconds_count", 1),
+        ("omnistage_time_per_output_token_seconds_count", 1),
+        ("omnistage_generation_tokens_total", 4),
+    ):
+        assert registry.get_sample_value(name, labels) == wanted, name
+    await engine.orchestrator.close()
+
+
+def _send(
+    engine: FakeEngine, child: FakeChild, data: StageData, sequence: int, *, final: bool
+) -> None:
+    payload, frames = InlineConnector().send(data)
+    output = Output(
+        identity=child.identity,
+        stage_id=0,
+        replica_id=0,
+        sequence=sequence,
+        payload=payload,
+        final=final,
+    )
+    child.unacknowledged.add(sequence)
+    engine.orchestrator.stage_message(output, frames)

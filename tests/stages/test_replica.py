@@ -14,6 +14,8 @@ from omnistage.contracts.messages import (
     Acknowledge,
     Drain,
     Failed,
+    FromReplica,
+    Heartbeat,
     InputConsumed,
     LoadProgress,
     Output,
@@ -23,6 +25,7 @@ from omnistage.contracts.messages import (
     StartFailed,
     Stopped,
 )
+from omnistage.transport.codec import MessageDecoder, encode
 from tests.stages import odd_runtime
 from tests.stages.workbench import Workbench, ready_bench
 from tests.toy.deployment import counting
@@ -231,3 +234,13 @@ def test_a_stage_speaks_for_itself_and_to_the_engine_only() -> None:
     bench.replica.post(Aborted(identity=RequestIdentity(request_id="r"), stage_id=0, replica_id=7))
     message = bench.next()
     assert (message.stage_id, message.replica_id) == (1, 0)
+
+
+def test_what_a_scheduler_counts_goes_out_with_the_replicas_status() -> None:
+    with ready_bench() as bench:
+        bench.held()  # Its executing thread has been through the loop once.
+        assert bench.replica.status().stats == {"preemptions": 3}
+        sent = Heartbeat(statuses=(bench.replica.status(),))
+        heartbeat, _ = MessageDecoder(FromReplica).decode(encode(sent))
+        assert isinstance(heartbeat, Heartbeat)
+        assert heartbeat.statuses[0].stats == {"preemptions": 3}
