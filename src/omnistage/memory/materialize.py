@@ -37,7 +37,7 @@ def materialize(plan: LoadPlan, loaded: BytesReporter = lambda nbytes: None) -> 
                 _put(module, name, tensor)
                 loaded(plan.sources[name].nbytes)
         _tie(module, plan)
-        _place_computed(module, plan)
+        _place_computed(module, plan, loaded)
     _check_complete(module, plan)
     return module.eval().requires_grad_(False)
 
@@ -90,10 +90,11 @@ def _tie(module: torch.nn.Module, plan: LoadPlan) -> None:
             module.tie_weights(missing_keys=tied, recompute_mapping=False)
 
 
-def _place_computed(module: torch.nn.Module, plan: LoadPlan) -> None:
+def _place_computed(module: torch.nn.Module, plan: LoadPlan, loaded: BytesReporter) -> None:
     for name, source in plan.sources.items():
         if source.kind is SourceKind.COMPUTED:
             _put(module, name, module.get_buffer(name).to(source.device))
+            loaded(source.nbytes)
 
 
 def _by_library(plan: LoadPlan) -> torch.nn.Module:
@@ -102,24 +103,25 @@ def _by_library(plan: LoadPlan) -> torch.nn.Module:
 
     assert plan.gguf_file is not None
     unpacked = getattr(transformers, "GgufConfig", None)  # before it, all was unpacked
-    with PROCESS_WIDE:
-        module, info = plan.cls.from_pretrained(
-            plan.folder,
-            config=plan.skeleton.config,
-            gguf_file=plan.gguf_file.name,
-            dtype=getattr(torch, plan.dtype),
-            device_map={"": plan.device},
-            local_files_only=True,
-            output_loading_info=True,
-            **plan.skeleton.implementations.arguments,
-            **({"quantization_config": unpacked(dequantize=True)} if unpacked else {}),
-        )
-    problems = [f"{what} {and_more(map(str, keys))}" for what, keys in info.items() if keys]
+    what = f"{plan.gguf_file} does not fit {plan.component} ({plan.cls.__name__})"
+    try:
+        with PROCESS_WIDE:
+            module, info = plan.cls.from_pretrained(
+                plan.folder,
+                config=plan.skeleton.config,
+                gguf_file=plan.gguf_file.name,
+                dtype=getattr(torch, plan.dtype),
+                device_map={"": plan.device},
+                local_files_only=True,
+                output_loading_info=True,
+                **plan.skeleton.implementations.arguments,
+                **({"quantization_config": unpacked(dequantize=True)} if unpacked else {}),
+            )
+    except Exception as error:  # the file is the user's: what the library raises for it varies
+        raise CheckpointError(f"{what}: {' '.join(str(error).split())}") from error
+    problems = [f"{kind} {and_more(map(str, keys))}" for kind, keys in info.items() if keys]
     if problems:
-        raise CheckpointError(
-            f"{plan.gguf_file} does not fit {plan.component} ({plan.cls.__name__}): "
-            f"{'; '.join(problems)}"
-        )
+        raise CheckpointError(f"{what}: {'; '.join(problems)}")
     return module
 
 

@@ -91,6 +91,19 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**config(tokenizer))), tokenizer
 
 
+@token_model("LlamaForCausalLM")
+def smollm2():
+    """Llama's class with byte-level words and a tied head: what `gguf_files.py` packs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from .weights import loud_for_a_tied_head
+
+    tokenizer = qwen2_tokenizer(MAX_POSITIONS)
+    model = LlamaForCausalLM(LlamaConfig(**config(tokenizer, tie_word_embeddings=True)))
+    loud_for_a_tied_head(model.model.norm)
+    return model, tokenizer
+
+
 @token_model("MistralForCausalLM")
 def mistral():
     """Every layer sees a window of 16 tokens."""
