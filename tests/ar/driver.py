@@ -71,6 +71,7 @@ class Driver:
             options or token_options(),
             make_detokenizer=FakeDetokenizer,
             make_grammar=make_grammar or FakeGrammar,
+            token_bytes=lambda tokenizer, one: tokenizer.decode([one]).encode(),
         )
         self.hold_late = hold_late
         self.heard: dict[RequestKey, Heard] = {}

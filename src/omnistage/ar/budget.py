@@ -29,3 +29,11 @@ def first_come(remaining: Sequence[int], budget: int) -> list[int]:
         shares.append(min(wanted, budget))
         budget -= shares[-1]
     return shares
+
+
+def has_share_left(remaining: Sequence[int], budget: int) -> bool:
+    """Whether one more prompt would get a share of any size: an eighth of the budget."""
+    left = budget
+    for wanted in remaining:
+        left -= min(wanted, -(-left // 2))
+    return left > budget // 8

@@ -5,6 +5,10 @@ two exceptions. Where there is a prompt, the text continues it: the leading spac
 style decoders (Metaspace, Strip) take off a text's first word stays. And where a byte-fallback
 tokenizer yields more than `MAX_HELD_TOKENS` byte tokens in a row, whole characters among them leave
 then; `decode` replaces each byte of a run, however long, of which any part is no UTF-8.
+
+`tokenizers.decoders.DecodeStream` does not do: it raises "Invalid prefix encountered" on runs of
+bytes that are no UTF-8 (tokenizers 0.23), and holds a byte-level text back for as long as it ends
+in one.
 """
 
 from __future__ import annotations
@@ -143,9 +147,11 @@ class _SegmentDecoding:
 
 
 def _decoder_kinds(backend: Any) -> set[str]:
-    decoder = json.loads(backend.to_str())["decoder"] or {"type": "None"}
-    parts = decoder.get("decoders", [decoder])
-    return {part["type"] for part in parts}
+    """By the decoder's own description: the whole tokenizer's takes a second to write."""
+    if backend.decoder is None:
+        return set()
+    decoder = json.loads(backend.decoder.__getstate__())
+    return {part["type"] for part in decoder.get("decoders", [decoder])}
 
 
 @lru_cache(maxsize=1)
@@ -166,3 +172,17 @@ def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
     if tokenizer not in _VOCABULARIES:
         _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
     return _VOCABULARIES[tokenizer]
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What one token adds to a text that has begun; empty for an id that is no token. A character
+    that takes several tokens has some of its bytes in each."""
+    vocabulary = _vocabulary_of(tokenizer)
+    if not vocabulary.is_known(token_id):
+        return b""
+    if vocabulary.byte_level:
+        return vocabulary.bytes_of(token_id)
+    if vocabulary.is_byte(token_id):
+        return bytes([int(vocabulary.backend.id_to_token(token_id)[3:5], 16)])
+    before = [] if vocabulary.word is None else [vocabulary.word]
+    return vocabulary.text([*before, token_id])[len(vocabulary.text(before)) :].encode()

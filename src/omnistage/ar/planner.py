@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from omnistage.ar.blocks import BlockPool
-from omnistage.ar.budget import first_come, share_budget
+from omnistage.ar.budget import first_come, has_share_left, share_budget
 from omnistage.ar.options import TokenOptions
 from omnistage.ar.places import Places
 from omnistage.ar.sequence import Phase, TokenSequence
@@ -140,30 +140,30 @@ class StepPlanner:
 
     def _prefill_rows(self, budget: int) -> Rows:
         prefilling = [one for one in self.places.running if one.is_prefilling]
-        prefilling += self._admit(budget, sum(one.num_to_compute for one in prefilling))
+        prefilling += self._admit(budget, [one.num_to_compute for one in prefilling])
         prefilling.sort(key=lambda one: one.order)
         wanted = [one.num_to_compute for one in prefilling]
         share = share_budget if self.options.enable_chunked_prefill else first_come
         shares = zip(prefilling, share(wanted, budget), strict=True)
         return [self._row(one, count) for one, count in shares if count]
 
-    def _admit(self, budget: int, wanted: int) -> list[TokenSequence]:
+    def _admit(self, budget: int, sizes: list[int]) -> list[TokenSequence]:
         """Give places and blocks to those that wait, best first, while there is budget for them
-        beside the `wanted` tokens of those before. Nobody overtakes one that does not fit yet."""
+        beside prompts of which `sizes` tokens are left. Nobody overtakes one that does not fit."""
         admitted: list[TokenSequence] = []
         self._reserved = 0
-        while (head := self.places.next_waiting()) is not None and wanted < 2 * budget:
+        while has_share_left(sizes, budget) and (head := self.places.next_waiting()) is not None:
             if head.in_flight or self.to_encode() is not None:
                 break
             matched = self._blocks.match(head)
             size = len(head.token_ids) - len(matched) * self.pool.block_size
-            if self._must_wait_whole(size, wanted, budget):
+            if self._must_wait_whole(size, sum(sizes), budget):
                 break
             if not self._blocks.start(head, matched, headroom=len(self.places.running)):
                 break
             self.places.run(head)
             admitted.append(head)
-            wanted += size
+            sizes.append(size)
         return admitted
 
     def _must_wait_whole(self, size: int, wanted: int, budget: int) -> bool:

@@ -25,7 +25,7 @@ from omnistage.ar.output import TokenOutput
 from omnistage.ar.planner import StepPlanner
 from omnistage.ar.sequence import Phase, TokenSequence
 from omnistage.ar.step import COLLECT, DESCRIBE, ENCODE, PREPARE, STEP, StepOutcome
-from omnistage.ar.token_text import logprob_entry
+from omnistage.ar.token_text import TokenBytes, logprob_entry, token_bytes
 from omnistage.contracts.errors import (
     InternalError,
     OmniError,
@@ -52,8 +52,10 @@ class TokenScheduler:
         *,
         make_detokenizer: MakeDetokenizer = make_detokenizer,
         make_grammar: MakeGrammar = make_grammar,
+        token_bytes: TokenBytes = token_bytes,
     ) -> None:
         self._options = options
+        self._token_bytes = token_bytes
         self._beginning = Beginning(options, make_detokenizer, make_grammar)
         self._intake = TokenIntake(options)
         self._sequences: dict[RequestKey, TokenSequence] = {}
@@ -239,7 +241,8 @@ class TokenScheduler:
         logprobs = outcome.logprobs.get(sequence.key)
         entry = None
         if logprobs is not None and sequence.params.logprobs is not None:
-            entry = logprob_entry(self._description.tokenizer, token, logprobs)
+            tokenizer = self._description.tokenizer
+            entry = logprob_entry(tokenizer, token, logprobs, self._token_bytes)
         text, sequence.ending = sequence.text.push(token)
         sequence.output.push(Piece(token, text, entry))
         self._output.changed(sequence)
