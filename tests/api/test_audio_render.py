@@ -138,4 +138,4 @@ async def test_chats_sound_is_encoded_off_the_event_loop(
     message.add(audio_event(chirp(0.1)))
     await message.render(workers, "")
     await AudioDeltas(audio_id="a").chunk(workers, audio_event(chirp(0.1)))
-    assert threads == {"omnistage-media"}
+    assert threads == {"omnistage-media-out"}

@@ -256,3 +256,13 @@ async def test_waiting_decodes_are_bounded(workers: MediaWorkers) -> None:
     await asyncio.gather(*running)
     await asyncio.sleep(0.01)
     assert await workers.run_bounded(lambda: "again") == "again"
+
+
+async def test_inputs_that_take_long_hold_up_no_output(workers: MediaWorkers) -> None:
+    gate = threading.Event()
+    stuck = asyncio.create_task(workers.run_bounded(gate.wait, 30))
+    async with asyncio.timeout(20):
+        assert await workers.run(lambda: "made") == "made"
+    assert not stuck.done()
+    gate.set()
+    assert await stuck

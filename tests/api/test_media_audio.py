@@ -189,4 +189,4 @@ async def test_sounds_are_decoded_off_the_event_loop(
 
     monkeypatch.setattr(media_audio, "decode_sound", recording)
     await source(workers).from_urls([("a", data_url(encode_audio(chirp(0.1), RATE_HZ, "wav")))])
-    assert [name.split("_")[0] for name in threads] == ["omnistage-media"]
+    assert [name.split("_")[0] for name in threads] == ["omnistage-media-in"]

@@ -22,6 +22,7 @@ from omnistage.api.media_video import (
     choose_frames,
     decode_clip,
     scaled_size,
+    upright,
 )
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
@@ -98,6 +99,13 @@ def test_large_frames_are_made_smaller_in_shape() -> None:
     assert clip.frames.shape[1:] == (24, 32, 3)
     np.testing.assert_allclose(levels(clip)[-1], 245, atol=6)
     assert scaled_size(10_000, 1, 100) == (1000, 1)
+
+
+def test_a_video_filmed_upright_is_shown_upright() -> None:
+    lying = np.arange(6, dtype=np.uint8).reshape(2, 3, 1).repeat(3, 2)
+    np.testing.assert_array_equal(upright(lying, -90)[..., 0], [[3, 0], [4, 1], [5, 2]])
+    np.testing.assert_array_equal(upright(lying, 180)[..., 0], [[5, 4, 3], [2, 1, 0]])
+    np.testing.assert_array_equal(upright(lying, 0), lying)
 
 
 def test_the_sound_comes_on_request() -> None:
@@ -180,4 +188,4 @@ async def test_videos_are_decoded_off_the_event_loop(
 
     monkeypatch.setattr(media_video, "decode_clip", recording)
     await source(workers).from_urls([("a", data_url(VIDEO, "video/mp4"))])
-    assert [name.split("_")[0] for name in threads] == ["omnistage-media"]
+    assert [name.split("_")[0] for name in threads] == ["omnistage-media-in"]

@@ -136,12 +136,19 @@ def _decode(
         if index in wanted:
             _check_pixels(frame.width, frame.height, limits)
             size = size or scaled_size(frame.width, frame.height, limits.frame_pixels)
-            frames.append(frame.to_ndarray(width=size[0], height=size[1], format="rgb24"))
+            picture = frame.to_ndarray(width=size[0], height=size[1], format="rgb24")
+            frames.append(upright(picture, frame.rotation))
         if index >= last:
             break
     if not frames:
         raise InvalidRequestError("the video is empty: not one frame could be decoded")
     return np.stack(frames)
+
+
+def upright(picture: np.ndarray, rotation: int) -> np.ndarray:
+    """(height, width, 3) turned as a player shows it: `rotation` degrees counterclockwise, in
+    quarters."""
+    return np.rot90(picture, round(rotation / 90) % 4)
 
 
 def scaled_size(width: int, height: int, frame_pixels: int) -> tuple[int, int]:

@@ -259,7 +259,7 @@ async def test_sound_is_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(speech, "AudioEncoder", Recording)
     await post(FakeSpeechEngine())
     assert threads
-    assert all(name.startswith("omnistage-media") for name in threads)
+    assert all(name.startswith("omnistage-media-out") for name in threads)
 
 
 @pytest.mark.invariant("ENTRY-INV-300")
