@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -233,20 +235,34 @@ def test_rows_in_pieces_are_the_rows_in_one(monkeypatch):
         assert whole.logprobs.of_row(row, 5) == pieces.logprobs.of_row(row, 5)
 
 
+EVERY_FEATURE = [
+    Params(temperature=0.0),
+    Params(temperature=0.8),
+    Params(temperature=0.8, top_k=20, top_p=0.8, logprobs=4),
+    Params(temperature=0.8, top_p=0.9, min_p=0.01),
+    Params(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3),
+    Params(temperature=0.9, logit_bias={4: 3.0}),
+]
+
+
+@pytest.mark.parametrize("params", EVERY_FEATURE, ids=str)
+def test_sampling_never_reads_a_value_on_the_host(params):
+    """A tensor on the meta device has none: reading one, or a shape that depends on one, raises."""
+    state = SamplerState(2, VOCAB, "meta")
+    state.begin(0, params, prompt_ids=PROMPT, seed=5, stop_ids=[7])
+    features = replace(SamplingFeatures.of([params]), bitmask=True)
+    rows, positions = (torch.zeros(3, dtype=torch.int64, device="meta") for _ in range(2))
+    logits = torch.zeros(3, VOCAB, device="meta")
+    bitmask = torch.zeros(3, 4, dtype=torch.int32, device="meta")
+    found = Sampler(state).sample(logits, rows, positions, features=features, bitmask=bitmask)
+    assert found.tokens.shape == found.finite.shape == (3,)
+    with pytest.raises(RuntimeError):
+        found.tokens.tolist()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    "params",
-    [
-        Params(temperature=0.0),
-        Params(temperature=0.8),
-        Params(temperature=0.8, top_k=20, top_p=0.8, logprobs=4),
-        Params(temperature=0.8, top_p=0.9, min_p=0.01),
-        Params(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.5, min_tokens=3),
-        Params(temperature=0.9, logit_bias={4: 3.0}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("params", EVERY_FEATURE, ids=str)
 def test_a_captured_graph_draws_what_the_host_draws(params):
     """The graph is captured once and replayed for every step, with other logits and positions."""
     steps, size = 12, 2003
