@@ -108,7 +108,7 @@ def field_path(location: Sequence[str | int]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not part.startswith("<"):
+        elif not part.startswith("<") and part != "[key]":
             path += f".{part}" if path else part
     return path
 

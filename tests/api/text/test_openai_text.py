@@ -442,5 +442,5 @@ async def test_errors_arrive_as_its_own() -> None:
             await client.chat.completions.create(model=TEXT_MODEL, messages=HI)
         with pytest.raises(openai.BadRequestError, match="stores nothing"):
             await client.responses.create(model=TEXT_MODEL, input="x", previous_response_id="r")
-        with pytest.raises(openai.BadRequestError, match="store: .*stores nothing"):
+        with pytest.raises(openai.BadRequestError, match=r"store: .*stores nothing"):
             await client.responses.create(model=TEXT_MODEL, input="x", store=True)

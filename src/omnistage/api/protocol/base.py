@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_SEED = 2**63 - 1
@@ -89,6 +97,25 @@ def _is_size(text: str) -> str:
             'or "auto"',
         )
     return text
+
+
+def by_json_type(message: str, *, text: Any = None, items: Any = None, entries: Any = None) -> Any:
+    """A union told apart by what JSON it is (a string, an array, an object), so that faults are
+    named by one path only. `message` says what is allowed."""
+    kinds = {"<text>": text, "<list>": items, "<object>": entries}
+    types = {str: "<text>", list: "<list>", dict: "<object>"}
+
+    def kind_of(value: Any) -> str | None:
+        kind = types.get(type(value), "<object>" if isinstance(value, BaseModel) else None)
+        return kind if kind is not None and kinds[kind] is not None else None
+
+    tagged = [Annotated[kind, Tag(name)] for name, kind in kinds.items() if kind is not None]
+    return Annotated[
+        Union[tuple(tagged)],  # noqa: UP007 (its members are known at run time only)
+        Discriminator(
+            kind_of, custom_error_type="kind_of_json", custom_error_message=f"must be {message}"
+        ),
+    ]
 
 
 NO_NUL = AfterValidator(_no_nul)

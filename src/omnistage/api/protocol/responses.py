@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from omnistage.api.protocol.base import ApiModel, CleanText, ModelName
+from omnistage.api.protocol.base import ApiModel, CleanText, ModelName, by_json_type
 from omnistage.api.protocol.chat import MAX_MESSAGES
 from omnistage.api.protocol.messages import MAX_PARTS, FunctionName, InputAudio, ShortText, Url
 from omnistage.api.protocol.sampling import JsonSchema, SamplingKnobs, TokenCount
@@ -66,13 +66,22 @@ Part = Annotated[
         custom_error_message=f"a part needs a type: one of {', '.join(_MESSAGE_PARTS)}",
     ),
 ]
-Parts = Annotated[list[Part], Field(max_length=MAX_PARTS)]
+MessageContent = by_json_type(
+    "a string or a list of parts",
+    text=CleanText,
+    items=Annotated[list[Part], Field(max_length=MAX_PARTS)],
+)
+FunctionOutput = by_json_type(
+    "a string or a list of parts",
+    text=CleanText,
+    items=Annotated[list[TextPart], Field(max_length=MAX_PARTS)],
+)
 
 
 class MessageItem(ApiModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: CleanText | Parts
+    content: MessageContent
     id: ShortText | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -90,7 +99,7 @@ class FunctionCallItem(ApiModel):
 class FunctionOutputItem(ApiModel):
     type: Literal["function_call_output"]
     call_id: ShortText
-    output: CleanText | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    output: FunctionOutput
     id: ShortText | None = None
     status: Status | None = None
 
@@ -135,6 +144,13 @@ Item = Annotated[
 ]
 
 
+Input = by_json_type(
+    "a string or a list of items",
+    text=CleanText,
+    items=Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)],
+)
+
+
 class FunctionTool(ApiModel):
     type: Literal["function"]
     name: FunctionName
@@ -146,6 +162,13 @@ class FunctionTool(ApiModel):
 class FunctionChoice(ApiModel):
     type: Literal["function"]
     name: FunctionName
+
+
+ToolChoice = by_json_type(
+    "'none', 'auto', 'required' or an object that names a function",
+    text=Literal["none", "auto", "required"],
+    entries=FunctionChoice,
+)
 
 
 class SchemaFormat(ApiModel):
@@ -200,14 +223,14 @@ class ResponsesRequest(SamplingKnobs):
         "is not offered: this server stores nothing; send the whole conversation as input"
     )
 
-    input: CleanText | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Input
     model: ModelName | None = None
     instructions: CleanText | None = None
     max_output_tokens: TokenCount | None = None
     max_tokens: None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include: (

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from omnistage.api.protocol.base import MAX_SEED, NO_NUL, ApiModel, CleanText
+from omnistage.api.protocol.base import MAX_SEED, NO_NUL, ApiModel, CleanText, by_json_type
 from omnistage.contracts.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -15,7 +15,11 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024), NO_NUL]
-StopStrings = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+StopStrings = by_json_type(
+    "a string or a list of strings",
+    text=StopString,
+    items=Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)],
+)
 BiasedToken = Annotated[
     str,
     Field(
@@ -24,6 +28,9 @@ BiasedToken = Annotated[
     ),
 ]
 JsonSchema = dict[str, Any]
+SchemaOrText = by_json_type(
+    "a JSON schema, as an object or as text", text=CleanText, entries=JsonSchema
+)
 Regex = Annotated[str, Field(min_length=1, max_length=65_536), NO_NUL]
 Choices = Annotated[list[CleanText], Field(min_length=1, max_length=4096)]
 
@@ -31,7 +38,7 @@ Choices = Annotated[list[CleanText], Field(min_length=1, max_length=4096)]
 class StructuredOutputs(ApiModel):
     """vLLM's way to say what the text must be. Exactly one of these."""
 
-    json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: Regex | None = None
     grammar: Regex | None = None
@@ -64,7 +71,7 @@ class SamplingKnobs(ApiModel):
         | None
     ) = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | str | None = None
+    guided_json: SchemaOrText | None = None
     guided_regex: Regex | None = None
     guided_grammar: Regex | None = None
     guided_choice: Choices | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from omnistage.api.protocol.base import ApiModel, CleanText
+from omnistage.api.protocol.base import ApiModel, CleanText, by_json_type
 from omnistage.api.protocol.messages import FunctionName
 from omnistage.api.protocol.sampling import JsonSchema
 
@@ -37,7 +37,11 @@ class NamedToolChoice(ApiModel):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+ToolChoice = by_json_type(
+    "'none', 'auto', 'required' or an object that names a function",
+    text=Literal["none", "auto", "required"],
+    entries=NamedToolChoice,
+)
 
 
 class TextFormat(ApiModel):

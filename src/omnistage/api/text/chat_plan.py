@@ -54,6 +54,7 @@ async def plan_chat(context: AppContext, body: TextChatRequest) -> ChatPlan:
     context.lifecycle.check_serving()
     context.check_model(body.model)
     config, n = context.engine.config, body.n or 1
+    writer_id = text_stage(config)
     check_choices(context.settings, n)
     _check_combinations(body)
     conversation = read_messages(body.messages)
@@ -77,7 +78,7 @@ async def plan_chat(context: AppContext, body: TextChatRequest) -> ChatPlan:
         voice=body.audio.voice if body.audio else None,
     )
     params = params_by_stage(config, wishes)
-    writer = params[text_stage(config)]
+    writer = params[writer_id]
     assert isinstance(writer, OmniTokenSamplingParams)
     return ChatPlan(
         job=TextJob(
