@@ -43,8 +43,8 @@ def _up(
             place = column[:, None] * HIDDEN + depth[None, :]
             of_gate = tl.load(base + place, asked, other=0.0)
             of_up = tl.load(base + INNER * HIDDEN + place, asked, other=0.0)
-            gate = tl.dot(tokens, tl.trans(of_gate), gate)
-            up = tl.dot(tokens, tl.trans(of_up), up)
+            gate = tl.dot(tokens, tl.trans(of_gate), gate, input_precision="ieee")
+            up = tl.dot(tokens, tl.trans(of_up), up, input_precision="ieee")
         kind = out.dtype.element_ty
         gate = gate.to(kind).to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
@@ -83,7 +83,7 @@ def _down(
                 (column < HIDDEN)[:, None] & (depth < INNER)[None, :],
                 other=0.0,
             )
-            result = tl.dot(states, tl.trans(of_down), result)
+            result = tl.dot(states, tl.trans(of_down), result, input_precision="ieee")
         kind = out.dtype.element_ty
         score = tl.load(scores + pair, inside, other=0.0).to(tl.float32)
         tl.store(

@@ -63,7 +63,7 @@ def _decode(
             inside[:, None] & (depth < HEAD_DIM)[None, :],
             other=0.0,
         )
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scaled = scores / softcap
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))
@@ -77,7 +77,7 @@ def _decode(
             inside[:, None] & (width < VALUE_DIM)[None, :],
             other=0.0,
         )
-        result = result * kept[:, None] + tl.dot(weights.to(v.dtype), v)
+        result = result * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = risen
     asked = (row < GROUP)[:, None] & (width < VALUE_DIM)[None, :]
     if SPLITS == 1:
