@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def load_plan(stage: ResolvedStage) -> str:
     """What one replica of the stage would load, from configurations and file headers."""
     if stage.stage.execution_type != ExecutionType.DIFFUSION:
-        return f"stages of kind {stage.stage.execution_type.value} plan their loading at start"
+        return _module_plan(stage)
     from omnistage.memory.budget import MemoryBudget
     from omnistage.memory.pipeline_loader import plan_pipeline
 
@@ -53,6 +53,27 @@ def load_plan(stage: ResolvedStage) -> str:
         budget=MemoryBudget.of(stage.memory_budget_gib, device),
     )
     return plan.describe()
+
+
+def _module_plan(stage: ResolvedStage) -> str:
+    """Beside the builder that a stage's options name, `build…`, there is a `plan…`."""
+    from omnistage.ar.kv_estimate import kv_bytes_per_token
+    from omnistage.memory.plan import gib
+    from omnistage.stages.imports import load_object
+
+    builder = stage.options.get("token_model") or stage.options.get("codec_model")
+    if builder is None:
+        return f"stages of kind {stage.stage.execution_type.value} plan their loading at start"
+    plan = load_object(builder.replace(":build", ":plan"))(stage, stage.devices[0])
+    lines = [plan.describe()]
+    if stage.stage.execution_type == ExecutionType.LLM_AR:
+        token_bytes = kv_bytes_per_token(plan.skeleton.config, plan.dtype)
+        tokens = stage.max_model_len or 1024
+        lines.append(
+            f"  keys and values: {token_bytes} bytes a token as {plan.dtype}, "
+            f"{gib(token_bytes * tokens)} for {tokens} tokens"
+        )
+    return "\n".join(lines)
 
 
 def _origins(args: argparse.Namespace, config: OmniConfig) -> str:

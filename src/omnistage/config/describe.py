@@ -53,11 +53,20 @@ def _lines(config: OmniConfig) -> Iterator[str]:
     yield f"model      {config.model}"
     yield f"  path     {config.model_path}"
     yield f"  served   as {config.served_model_name!r}"
-    yield f"pipeline   {config.pipeline.model_type}, {count} stage{'s' if count > 1 else ''}"
+    yield (
+        f"pipeline   {config.pipeline.model_type}{_classes(config.pipeline)}, "
+        f"{count} stage{'s' if count > 1 else ''}"
+    )
     for stage in config.stages:
         yield from _stage_lines(stage)
     yield f"limits     {_pairs(config.limits)}"
     yield f"lb_policy  {config.lb_policy}; log_level {config.log_level}; log_json {config.log_json}"
+
+
+def _classes(pipeline: PipelineConfig) -> str:
+    """The library's classes that the model consists of, where the model's folder names them."""
+    names = pipeline.hf_architectures or (pipeline.diffusers_class_name,)
+    return "".join(f" ({name})" for name in names if name)
 
 
 def _stage_lines(stage: ResolvedStage) -> Iterator[str]:

@@ -18,6 +18,7 @@ from omnistage.memory.transformers_loader import load_planned
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
     from omnistage.contracts.runtime import LoadReporter
+    from omnistage.memory.plan import LoadPlan
 
 
 class TextModel(CausalLM):
@@ -36,11 +37,20 @@ class TextModel(CausalLM):
 def build(stage: ResolvedStage, device: str, report: LoadReporter) -> TextModel:
     """The model of a stage, a folder or a GGUF file. Raises `CheckpointError` naming what is wrong
     with it, and `ConfigurationError` where its weights exceed the stage's budget."""
-    register()
-    path = Path(stage.model_path)
     report("loading tokenizer", None)
-    tokenizer = load_tokenizer(path)
-    plan = plan_causal_lm(path, dtype=stage.dtype, device=device, attn_implementation=NAME)
+    tokenizer = load_tokenizer(Path(stage.model_path))
+    model = TextModel(load_planned(plan(stage, device), report), tokenizer=tokenizer)
+    if stage.max_model_len is not None:
+        model.max_model_len = min(model.max_model_len, stage.max_model_len)
+    return model
+
+
+def plan(stage: ResolvedStage, device: str) -> LoadPlan:
+    """What `build` loads, from configurations and headers."""
+    register()
+    planned = plan_causal_lm(
+        Path(stage.model_path), dtype=stage.dtype, device=device, attn_implementation=NAME
+    )
     budget = MemoryBudget.of(stage.memory_budget_gib, device)
-    budget.check(plan.bytes_by_device, what=plan.cls.__name__)
-    return TextModel(load_planned(plan, report), tokenizer=tokenizer)
+    budget.check(planned.bytes_by_device, what=planned.cls.__name__)
+    return planned

@@ -13,7 +13,7 @@ MODEL_TYPE = "causal_lm"
 TOKEN_RUNTIME = "omnistage.ar.runtime:TokenRuntime"
 TOKEN_MODEL = "omnistage.models.causal_lm.model:build"
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
@@ -30,6 +30,7 @@ def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
     return PipelineConfig(
         model_type=MODEL_TYPE,
         stages=(stage,),
+        hf_architectures=tuple(index.get("architectures") or ())[:1],
         default_sampling_params={0: default_sampling_params(index.get(GENERATION_CONFIG) or {})},
         options={0: {"token_model": TOKEN_MODEL}},
     )
@@ -40,14 +41,15 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, A
 
     As in `transformers.generate`, a model samples only where its `generation_config.json` says
     `do_sample`; else it is greedy, and so is one without that file. What is sampled with, but not
-    named there, is neutral (temperature 1, no top-k: OpenAI's defaults).
+    named there, is neutral (temperature 1, no top-k: OpenAI's defaults). `max_new_tokens` bounds
+    an answer only where the file says so.
     """
-    named = {
-        name: generation_config[name]
-        for name in _SAMPLING
-        if generation_config.get(name) is not None
-    }
-    if not generation_config.get("do_sample"):
-        penalty = named.get("repetition_penalty")
-        return {"temperature": 0.0} | ({"repetition_penalty": penalty} if penalty else {})
-    return {"temperature": 1.0} | named
+    named = {name: value for name, value in generation_config.items() if value is not None}
+    defaults: dict[str, Any] = {"temperature": 0.0}
+    if named.get("do_sample"):
+        defaults = {"temperature": 1.0} | {name: named[name] for name in _SAMPLING if name in named}
+    if "repetition_penalty" in named:
+        defaults["repetition_penalty"] = named["repetition_penalty"]
+    if "max_new_tokens" in named:
+        defaults["max_tokens"] = named["max_new_tokens"]
+    return defaults
