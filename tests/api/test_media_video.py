@@ -27,6 +27,7 @@ from omnistage.api.media_video import (
 from omnistage.api.settings import ApiSettings
 from omnistage.api.workers import MediaWorkers
 from omnistage.contracts.errors import InvalidRequestError
+from omnistage.engine.media import media_inputs
 from tests.api.sounds import RATE_HZ, chirp, data_url, video_file
 
 LIMITS = VideoLimits(
@@ -117,6 +118,19 @@ def test_the_sound_comes_on_request() -> None:
         decode_clip(video_file(sound_s=None), LIMITS, sound_rate_hz=16_000)
     with pytest.raises(InvalidRequestError, match="max_input_audio_s"):
         decode_clip(VIDEO, LIMITS, sound_rate_hz=16_000, max_sound_s=0.5)
+
+
+def test_the_engine_takes_what_was_read() -> None:
+    clip = decode_clip(VIDEO, LIMITS, sound_rate_hz=16_000)
+    tensors, fields = media_inputs(
+        "video", [clip.as_input(), decode_clip(VIDEO, LIMITS).as_input()]
+    )
+    assert set(tensors) == {"video_0", "video_0_audio", "video_1"}
+    assert fields["video_0_audio_rate"] == 16_000
+    assert clip.sound is not None
+    tensors, fields = media_inputs("audio", [clip.sound.as_input()])
+    np.testing.assert_array_equal(tensors["audio_0"], clip.sound.samples)
+    assert fields == {"audio_0_rate": 16_000}
 
 
 def picture() -> bytes:

@@ -58,6 +58,14 @@ def test_videos_become_uint8_with_their_frame_rates(value: Any, all_fps: list[fl
         assert len(frames) >= 2
 
 
+def test_a_video_may_bring_its_sound() -> None:
+    plain = (VIDEO, {"fps": 1.5, "audio": None})
+    tensors, fields = media_inputs("video", [plain, (VIDEO, {"audio": (SOUND, 8000)})])
+    assert set(tensors) == {"video_0", "video_1", "video_1_audio"}
+    assert fields == {"video_0_fps": 1.5, "video_1_fps": 2.0, "video_1_audio_rate": 8000}
+    np.testing.assert_allclose(tensors["video_1_audio"], SOUND, atol=1e-7)
+
+
 @pytest.mark.invariant("ORCH-INV-108")
 @pytest.mark.parametrize(
     ("kind", "value", "reason"),
@@ -79,7 +87,9 @@ def test_videos_become_uint8_with_their_frame_rates(value: Any, all_fps: list[fl
         ("video", (VIDEO, float("nan")), "fps"),
         ("video", (VIDEO, {"fps": "two"}), "fps"),
         ("video", [VIDEO[0], VIDEO[0, :2]], "one shape"),
+        ("video", (VIDEO, {"rate": 2}), "no 'rate'"),
         ("video", "a.mp4", "str"),
+        ("audio", None, "NoneType"),
     ],
 )
 def test_what_is_no_sound_or_video_is_refused_with_the_reason(
@@ -88,3 +98,8 @@ def test_what_is_no_sound_or_video_is_refused_with_the_reason(
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         media_inputs(kind, value)
     assert caught.value.param == kind
+
+
+def test_the_sound_of_a_video_is_judged_as_any_other() -> None:
+    with pytest.raises(InvalidRequestError, match="finite"):
+        media_inputs("video", (VIDEO, {"audio": np.array([np.nan])}))

@@ -33,6 +33,10 @@ class Sound:
     def seconds(self) -> float:
         return len(self.samples) / self.rate_hz
 
+    def as_input(self) -> tuple[np.ndarray, int]:
+        """What the engine takes under "audio" in `multi_modal_data`."""
+        return self.samples, self.rate_hz
+
 
 def decode_sound(data: bytes, *, rate_hz: int, max_s: float, timeout_s: float) -> Sound:
     """The first audio track at `rate_hz`, its channels mixed into one.

@@ -31,6 +31,11 @@ class Clip:
     fps: float
     sound: Sound | None = None
 
+    def as_input(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """What the engine takes under "video" in `multi_modal_data`."""
+        sound = None if self.sound is None else self.sound.as_input()
+        return self.frames, {"fps": self.fps, "audio": sound}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoLimits:

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import InvalidRequestError
 
 DEFAULT_RATE_HZ = 16_000
 DEFAULT_FPS = 2.0
 MEDIA_KINDS = ("audio", "video")
+_ABOUT_VIDEOS = ("fps", "audio")
 
 
 def media_inputs(kind: str, value: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -21,7 +23,8 @@ def media_inputs(kind: str, value: Any) -> tuple[dict[str, np.ndarray], dict[str
     "audio": float (n,) samples, alone (16 kHz) or as `(samples, rate)`, one or a list of them →
     "audio_i" float32 (n,) and "audio_i_rate" in Hz. "video": uint8 (frames, height, width, 3) or a
     list of frames (arrays or PIL images), alone (2 frames a second) or as `(frames, fps)` or
-    `(frames, {"fps": …})`, one or a list of videos → "video_i" and "video_i_fps".
+    `(frames, {"fps": …, "audio": …})`, one or a list of videos → "video_i" and "video_i_fps", and,
+    with a sound (as above), "video_i_audio" and "video_i_audio_rate".
     Raises `InvalidRequestError`.
     """
     tensors: dict[str, np.ndarray] = {}
@@ -31,8 +34,11 @@ def media_inputs(kind: str, value: Any) -> tuple[dict[str, np.ndarray], dict[str
         name = f"{kind}_{index}"
         if kind == "audio":
             tensors[name], fields[f"{name}_rate"] = _sound(item)
-        else:
-            tensors[name], fields[f"{name}_fps"] = _video(item)
+            continue
+        tensors[name], about = _video(item)
+        fields[f"{name}_fps"] = about["fps"]
+        if about.get("audio") is not None:
+            tensors[f"{name}_audio"], fields[f"{name}_audio_rate"] = _sound(about["audio"])
     return tensors, fields
 
 
@@ -86,9 +92,16 @@ def _sound(item: Any) -> tuple[np.ndarray, int]:
     return np.ascontiguousarray(array, dtype=np.float32), int(rate_hz)
 
 
-def _video(item: Any) -> tuple[np.ndarray, float]:
-    frames, about = item if _is_pair(item) else (item, DEFAULT_FPS)
-    fps = about.get("fps", DEFAULT_FPS) if isinstance(about, dict) else about
+def _video(item: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """The frames, and what is said about them: "fps" always, "audio" maybe."""
+    frames, given = item if _is_pair(item) else (item, DEFAULT_FPS)
+    about = {"fps": DEFAULT_FPS, **given} if isinstance(given, dict) else {"fps": given}
+    for key in about:
+        if key not in _ABOUT_VIDEOS:
+            raise InvalidRequestError(
+                f"a video has no {key!r}; {suggestion(str(key), _ABOUT_VIDEOS)}", param="video"
+            )
+    fps = about["fps"]
     if not _is_number(fps) or not 0 < fps < math.inf:
         raise InvalidRequestError(
             f"fps of a video must be a number greater than 0, got {fps!r}", param="video"
@@ -100,7 +113,7 @@ def _video(item: Any) -> tuple[np.ndarray, float]:
             f"got {array.dtype} {array.shape}",
             param="video",
         )
-    return np.ascontiguousarray(array), float(fps)
+    return np.ascontiguousarray(array), about | {"fps": float(fps)}
 
 
 def _is_pair(item: Any) -> bool:

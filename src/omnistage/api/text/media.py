@@ -19,11 +19,13 @@ async def multi_modal_data(
         found["image"] = await context.pictures.from_urls(conversation.images)
     if conversation.audios:
         urls = [(param, _audio_url(param, part)) for param, part in conversation.audios]
-        found["audio"] = await context.sounds.from_urls(urls)
+        sounds = await context.sounds.from_urls(urls)
+        found["audio"] = [sound.as_input() for sound in sounds]
     if conversation.videos:
-        found["video"] = await context.videos.from_urls(
+        clips = await context.videos.from_urls(
             conversation.videos, with_sound=processor_arguments.get("use_audio_in_video") is True
         )
+        found["video"] = [clip.as_input() for clip in clips]
     return found
 
 
