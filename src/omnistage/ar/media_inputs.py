@@ -103,6 +103,8 @@ def _of_kind(data: StageData, kind: str) -> Iterator[Media]:
 
 def _array(value: Any, kind: str) -> np.ndarray:
     array = host_tensor(value).numpy()
+    if not array.flags.writeable:
+        array = array.copy()  # torch, which processors use, warns of what it could write to.
     if kind == "image" and array.ndim == 2:
         return np.repeat(array[..., None], 3, axis=2)
     return array[..., :3] if kind == "image" and array.shape[-1:] == (4,) else array

@@ -79,9 +79,10 @@ class HandLoop:
             last = [place - 1 for place in _ends([count for _, _, count in spans])]
             hidden = output.hidden[last]
             tokens = model.logits(hidden).argmax(-1)
-            rows = torch.tensor([s.row for s, _, _ in spans])
-            model.sampled(rows, hidden, tokens)
-        self._keep_states(chunks, len(decodes), output.states)
+            ends = [start + count == len(s.token_ids) for s, start, count in spans]
+            rows = torch.tensor([s.row for s, _, _ in spans])[ends]
+            model.sampled(rows, hidden[ends], tokens[ends])
+        self._keep_states(chunks, len(decodes), output.states | {"hidden": output.hidden})
         return tokens.tolist()
 
     def _keep_states(self, chunks, first, states):
@@ -109,12 +110,14 @@ class HandLoop:
             (token,) = self.step([], [(sequence, start, min(chunk, total - start))])
         sequence.token_ids.append(token)
 
-    def prompt_payload(self, sequence: RunningSequence) -> dict[str, Any]:
+    def kept(self, sequence: RunningSequence) -> dict[str, Any]:
+        """(P, …) of all positions that were computed in chunks, "hidden" among them."""
         import torch
 
-        kept = self.states.get(sequence.row, {})
-        states = {name: torch.cat(parts) for name, parts in kept.items()}
-        return self.model.prompt_payload(sequence, states)
+        return {name: torch.cat(parts) for name, parts in self.states[sequence.row].items()}
+
+    def prompt_payload(self, sequence: RunningSequence) -> dict[str, Any]:
+        return self.model.prompt_payload(sequence, self.kept(sequence))
 
 
 def _ends(counts: list[int]) -> list[int]:

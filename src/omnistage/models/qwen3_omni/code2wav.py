@@ -18,7 +18,7 @@ from omnistage.ar.generation.codec import CodecStream
 from omnistage.ar.generation.options import read_generation_options
 from omnistage.ar.generation.state_pool import StatePool
 from omnistage.contracts.identity import RequestKey
-from omnistage.memory.transformers_loader import load_transformers
+from omnistage.memory.transformers_loader import load_planned, plan_transformers
 from omnistage.models.qwen3_omni.code2wav_attention import WindowedAttention
 from omnistage.models.qwen3_omni.code2wav_gate import (
     check_against_one_pass,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from omnistage.config.resolved import ResolvedStage
     from omnistage.contracts.runtime import LoadReporter
+    from omnistage.memory.plan import LoadPlan
     from omnistage.platforms.base import Platform
 
 SAMPLE_RATE = 24_000
@@ -168,25 +169,28 @@ class StreamedCode2Wav:
         return place.lag
 
 
+def plan_code2wav(stage: ResolvedStage, device: str) -> LoadPlan:
+    """What `build_code2wav` loads, from configurations and headers."""
+    from transformers import AutoConfig, Qwen3OmniMoeCode2Wav
+
+    folder = Path(stage.model_path)
+    return plan_transformers(
+        Qwen3OmniMoeCode2Wav,
+        folder,
+        config=AutoConfig.from_pretrained(folder, local_files_only=True).code2wav_config,
+        prefix="code2wav.",
+        dtype=stage.dtype,
+        device=device,
+        attn_implementation="sdpa",
+    )
+
+
 def build_code2wav(
     stage: ResolvedStage, device: str, max_streams: int, report: LoadReporter
 ) -> StreamedCode2Wav:
     """A `CodecModelFactory`: the part "code2wav." of the stage's checkpoint. Raises
     `CheckpointError`, and `UnsupportedCombinationError` where the gate refuses it."""
-    from transformers import AutoConfig, Qwen3OmniMoeCode2Wav
-
-    folder = Path(stage.model_path)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).code2wav_config
-    module, _ = load_transformers(
-        Qwen3OmniMoeCode2Wav,
-        folder,
-        config=config,
-        prefix="code2wav.",
-        dtype=stage.dtype,
-        device=device,
-        attn_implementation="sdpa",
-        report=report,
-    )
+    module: Any = load_planned(plan_code2wav(stage, device), report)
     model = StreamedCode2Wav(module, device=device, max_streams=max_streams)
     report("comparing the codec decoder in pieces with one pass", None)
     check_against_one_pass(model)

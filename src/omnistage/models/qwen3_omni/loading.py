@@ -19,6 +19,7 @@ from omnistage.models.qwen3_omni.thinker_inputs import ThinkerInputs
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
     from omnistage.contracts.runtime import LoadReporter
+    from omnistage.memory.plan import LoadPlan
 
 TEXT_EMBEDDINGS = "thinker.model.embed_tokens.weight"
 
@@ -26,20 +27,13 @@ TEXT_EMBEDDINGS = "thinker.model.embed_tokens.weight"
 def build_thinker(stage: ResolvedStage, device: str, report: LoadReporter) -> ThinkerModel:
     """A `TokenModelFactory`: the part "thinker.". Raises `CheckpointError` naming what is wrong
     with the folder, and `ConfigurationError` where its weights exceed the stage's budget."""
-    from transformers import AutoProcessor, Qwen3OmniMoeThinkerForConditionalGeneration
+    from transformers import AutoProcessor
 
     folder = Path(stage.model_path)
     config = _config(folder)
     report("loading processor", None)
     processor = _from_folder(AutoProcessor, folder)
-    module = _part(
-        Qwen3OmniMoeThinkerForConditionalGeneration,
-        stage,
-        config.thinker_config,
-        "thinker.",
-        device,
-        report,
-    )
+    module: Any = load_planned(plan_thinker(stage, device), report)
     max_model_len = _max_model_len(stage, config.thinker_config.text_config)
     feeds_talker = stage.options.get("feeds_stages", False)
     return ThinkerModel(
@@ -56,18 +50,10 @@ def build_talker(stage: ResolvedStage, device: str, report: LoadReporter) -> Tal
     """A `TokenModelFactory`: the part "talker." and the thinker's text embeddings, which are kept
     as the talker projects them."""
     import torch
-    from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 
     folder = Path(stage.model_path)
     config = _config(folder)
-    module = _part(
-        Qwen3OmniMoeTalkerForConditionalGeneration,
-        stage,
-        config.talker_config,
-        "talker.",
-        device,
-        report,
-    )
+    module: Any = load_planned(plan_talker(stage, device), report)
     report("projecting text embeddings", None)
     embeddings = load_tensors(folder, [TEXT_EMBEDDINGS], dtype=stage.dtype, device=device)
     with torch.inference_mode():
@@ -79,6 +65,24 @@ def build_talker(stage: ResolvedStage, device: str, report: LoadReporter) -> Tal
         rows=_rows(stage),
         max_model_len=_max_model_len(stage, config.talker_config.text_config),
     )
+
+
+def plan_thinker(stage: ResolvedStage, device: str) -> LoadPlan:
+    """What `build_thinker` loads, from configurations and headers."""
+    from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+    config = _config(Path(stage.model_path)).thinker_config
+    return _plan_part(
+        Qwen3OmniMoeThinkerForConditionalGeneration, stage, config, "thinker.", device
+    )
+
+
+def plan_talker(stage: ResolvedStage, device: str) -> LoadPlan:
+    """What `build_talker` loads, but for the text embeddings that it projects."""
+    from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
+
+    config = _config(Path(stage.model_path)).talker_config
+    return _plan_part(Qwen3OmniMoeTalkerForConditionalGeneration, stage, config, "talker.", device)
 
 
 def thinker_eos_ids(folder: Path, config: Any) -> frozenset[int]:
@@ -94,9 +98,7 @@ def thinker_eos_ids(folder: Path, config: Any) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _part(
-    cls: type, stage: ResolvedStage, config: Any, prefix: str, device: str, report: LoadReporter
-) -> Any:
+def _plan_part(cls: type, stage: ResolvedStage, config: Any, prefix: str, device: str) -> LoadPlan:
     register()
     plan = plan_transformers(
         cls,
@@ -109,7 +111,7 @@ def _part(
     )
     budget = MemoryBudget.of(stage.memory_budget_gib, device)
     budget.check(plan.bytes_by_device, what=plan.cls.__name__)
-    return load_planned(plan, report)
+    return plan
 
 
 def _config(folder: Path) -> Any:

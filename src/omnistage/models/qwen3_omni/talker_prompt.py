@@ -26,8 +26,8 @@ PADS = 4
 LOOKAHEAD = 3
 """Answer ids that decode step 0 waits for: the prompt's, its own, and one that shows that its own
 is not the last."""
-EXTRA_ARGS = ("voice",)
-"""A name of the checkpoint's `speaker_id`, in any case."""
+EXTRA_ARGS = ("voice", "speaker")
+"""A name of the checkpoint's `speaker_id`, in any case; `speaker` is what `transformers` calls it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +158,8 @@ class TalkerPrompts:
                     param="extra_args",
                 )
         default = DEFAULT_VOICE if DEFAULT_VOICE in self.speakers else next(iter(self.speakers))
-        asked = params.extra_args.get("voice") or default
+        given = (params.extra_args.get(name) for name in EXTRA_ARGS)
+        asked = next((name for name in given if name), default)
         if str(asked).lower() not in self.speakers:
             raise InvalidRequestError(
                 f"voice {asked!r} is none of {', '.join(sorted(self.speakers))}", param="voice"

@@ -1,0 +1,121 @@
+"""The whole pipeline in one process against `transformers`: text, codes and sound."""
+
+from __future__ import annotations
+
+import pytest
+
+from omnistage.contracts.sampling import GenericParams, OmniTokenSamplingParams
+from tests.checkpoints import checkpoint
+from tests.models.qwen3_omni import reference
+from tests.models.qwen3_omni.requests import omni_prompt
+
+LOUD_RMS = 0.05
+WORST_OF_PEAK = 1e-5
+THINKER = OmniTokenSamplingParams(
+    temperature=0.0, max_tokens=reference.MAX_TOKENS, ignore_eos=True
+)
+TALKER = OmniTokenSamplingParams(
+    temperature=0.0, repetition_penalty=1.0, max_tokens=reference.MAX_FRAMES
+)
+PARAMS = [THINKER, TALKER, GenericParams()]
+
+SETTINGS = {
+    "as it comes": {},
+    "small chunks, few blocks": {
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 4,
+        "block_size": 16,
+        "kv_cache_gib": 560 * 3072 / 2**30,
+    },
+    "no prefix cache, no async chunk": {"enable_prefix_caching": False, "async_chunk": False},
+}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def omni(request):
+    from omnistage import Omni
+
+    settings = {"kv_cache_gib": 0.05} | SETTINGS[request.param]
+    with Omni(str(checkpoint(reference.CHECKPOINT)), process="inline", **settings) as found:
+        yield found
+
+
+def assert_as_expected(output, name, speaker="ethan"):
+    expected = reference.expected(name, speaker)
+    assert output.error is None, (name, output.error, output.error.detail)
+    assert output.outputs[0].token_ids == expected.text_ids, name
+    assert_sounds_like(output, expected.waveform, name)
+
+
+def assert_sounds_like(output, waveform, name):
+    import numpy as np
+
+    theirs = waveform.numpy()
+    assert float(np.sqrt(np.square(theirs).mean())) >= LOUD_RMS, name
+    assert output.audio.shape == theirs.shape, name
+    worst = float(np.abs(output.audio - theirs).max())
+    assert worst <= WORST_OF_PEAK * float(np.abs(theirs).max()), (name, worst)
+
+
+@pytest.mark.invariant("OMNIA-INV-001")
+@pytest.mark.invariant("OMNIA-INV-002")
+def test_all_kinds_of_input_at_once_equal_generate_twice(omni):
+    """The second time prompts come from the prefix cache where there is one."""
+    prompts = [omni_prompt(case) for case in reference.CASES.values()]
+    for _ in range(2):
+        outputs = omni.generate(prompts, sampling_params_list=PARAMS, use_tqdm=False)
+        for name, output in zip(reference.CASES, outputs, strict=True):
+            assert_as_expected(output, name)
+
+
+def test_text_alone_makes_no_sound(omni):
+    case = omni_prompt(reference.CASES["image"])
+    (output,) = omni.generate(
+        case, sampling_params_list=PARAMS, output_modalities=["text"], use_tqdm=False
+    )
+    assert output.outputs[0].token_ids == reference.expected("image").text_ids
+    assert output.audio is None
+
+
+def test_sampled_speech_follows_from_its_seed(omni):
+    import numpy as np
+
+    def speak(*seeds):
+        params = [
+            [THINKER, _sampled(seed), GenericParams()] for seed in seeds
+        ]
+        prompts = [omni_prompt(reference.CASES["text"])] * len(seeds)
+        found = [
+            omni.generate(prompt, sampling_params_list=one, use_tqdm=False)[0]
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        return [output.audio for output in found]
+
+    first, again, other = speak(7, 7, 8)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def _sampled(seed):
+    return OmniTokenSamplingParams(
+        temperature=0.9, top_k=50, max_tokens=reference.MAX_FRAMES, seed=seed, ignore_eos=True
+    )
+
+
+def test_an_unknown_voice_is_refused(omni):
+    talker = OmniTokenSamplingParams(temperature=0.0, extra_args={"voice": "nobody"})
+    (output,) = omni.generate(
+        omni_prompt(reference.CASES["text"]),
+        sampling_params_list=[THINKER, talker, GenericParams()],
+        use_tqdm=False,
+    )
+    assert output.error_status_code == 400
+    assert "'nobody'" in str(output.error)
+    assert "ethan" in str(output.error)
+
+
+def test_media_without_a_place_is_refused(omni):
+    prompt = {"prompt": "describe", "multi_modal_data": {"image": [reference.media("image", 0)]}}
+    (output,) = omni.generate(prompt, sampling_params_list=PARAMS, use_tqdm=False)
+    assert output.error_status_code == 400
+    assert "<|image_pad|>" in str(output.error)
