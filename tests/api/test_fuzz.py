@@ -25,6 +25,7 @@ from omnistage.api.app import create_app
 from omnistage.api.settings import ApiSettings
 from tests.api.conftest import open_client
 from tests.api.fake_engine import FakeEngine
+from tests.api.fake_text_engine import FakeTextEngine
 from tests.api.pictures import data_url, picture_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant("ERR-INV-210")]
@@ -32,8 +33,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.invariant("ERR-INV-210")]
 GENERATIONS = "/v1/images/generations"
 CHAT = "/v1/chat/completions"
 EDITS = "/v1/images/edits"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 SETTINGS = ApiSettings(max_pixels=64 * 64, max_input_pixels=64 * 64, max_body_bytes=200_000)
 BODIES_A_ROUTE = 1500
+BODIES_A_TEXT_ROUTE = 500
 CHECKS = [
     content_type_conformance,
     not_a_server_error,
@@ -57,6 +62,62 @@ SEEDS: dict[str, Any] = {
         "extra_body": {"seed": 1},
         "stream": False,
     },
+}
+
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+KNOBS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "stop": ["a"],
+    "logit_bias": {"3": 1},
+    "seed": 1,
+    "min_tokens": 1,
+    "stop_token_ids": [2],
+}
+TEXT_SEEDS: dict[str, Any] = {
+    CHAT: {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+        "tool_choice": "required",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+        "max_tokens": 5,
+        "chat_template_kwargs": {"a": 1},
+        **KNOBS,
+    },
+    COMPLETIONS: {
+        "prompt": ["a", "b"],
+        "logprobs": 1,
+        "n": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+        **KNOBS,
+    },
+    RESPONSES: {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+        "tools": [{"type": "function", **TOOL}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"summary": None},
+        **KNOBS,
+    },
+    TOKENIZE: {"prompt": "a", "add_special_tokens": True},
+    DETOKENIZE: {"tokens": [1, 2]},
 }
 
 NASTY: list[Any] = [
@@ -121,10 +182,12 @@ def damage(source: random.Random, body: bytes) -> bytes:
     return bytes(data)
 
 
-def json_bodies(path: str, **more: Any) -> Iterator[bytes]:
+def json_bodies(
+    seed: dict[str, Any], path: str, count: int = BODIES_A_ROUTE, **more: Any
+) -> Iterator[bytes]:
     source = random.Random(path)
-    for number in range(BODIES_A_ROUTE):
-        body = json.dumps(mutate(source, SEEDS[path] | more)).encode()
+    for number in range(count):
+        body = json.dumps(mutate(source, seed | more)).encode()
         yield damage(source, body) if number % 3 == 0 else body
 
 
@@ -159,9 +222,34 @@ STREAMED_FORM = {"stream": "true", "partial_images": "2", "response_format": "b6
 async def test_damaged_bodies(
     path: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    bodies = form_bodies(**more) if path == EDITS else json_bodies(SEEDS[path], path, **more)
+    await send_all(FakeEngine(), path, bodies, caplog)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", TEXT_SEEDS)
+async def test_damaged_bodies_of_texts(
+    path: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"stream": True} if stream and path.startswith("/v1") else {}
+    await send_all(
+        text_engine(),
+        path,
+        json_bodies(TEXT_SEEDS[path], path, BODIES_A_TEXT_ROUTE, **more),
+        caplog,
+    )
+
+
+def text_engine() -> FakeTextEngine:
+    answers = {"tokens": [1], "max_model_len": 8, "token_strs": ["a"], "prompt": "a"}
+    return FakeTextEngine(control_answers={"tokenize": answers, "detokenize": answers})
+
+
+async def send_all(
+    engine: FakeEngine, path: str, bodies: Iterator[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     statuses: Counter[int] = Counter()
-    bodies = form_bodies(**more) if path == EDITS else json_bodies(path, **more)
-    async with open_client(FakeEngine(), SETTINGS) as client:
+    async with open_client(engine, SETTINGS) as client:
         with caplog.at_level(logging.ERROR):
             for body in bodies:
                 headers = FORM if path == EDITS else JSON
@@ -171,8 +259,9 @@ async def test_damaged_bodies(
                     assert 400 <= response.status_code < 500, (body, response.text)
                     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert caplog.records == []
-    assert sum(statuses.values()) == BODIES_A_ROUTE
-    assert statuses[400] > BODIES_A_ROUTE / 3
+    total = sum(statuses.values())
+    assert total in (BODIES_A_ROUTE, BODIES_A_TEXT_ROUTE)
+    assert statuses[400] > total / 3
     assert statuses[200] > 0
 
 
@@ -181,7 +270,21 @@ async def test_damaged_bodies(
 def test_bodies_made_from_the_schema(
     path: str, mode: GenerationMode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(FakeEngine(), SETTINGS))
+    send_generated(FakeEngine(), path, mode, caplog)
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.NEGATIVE, GenerationMode.POSITIVE])
+@pytest.mark.parametrize("path", TEXT_SEEDS)
+def test_bodies_of_texts_made_from_the_schema(
+    path: str, mode: GenerationMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    send_generated(text_engine(), path, mode, caplog)
+
+
+def send_generated(
+    engine: FakeEngine, path: str, mode: GenerationMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(engine, SETTINGS))
     statuses: Counter[int] = Counter()
 
     @settings(
