@@ -91,11 +91,13 @@ def test_a_new_sequence_gets_one_run_and_grows_behind_it() -> None:
     first = pool.allocate(3)
     second = pool.allocate(2)
     assert first == [1, 2, 3]
-    assert second == [4, 5]
+    assert second == [9, 10], "the middle of what is left: both can grow"
+    assert pool.allocate(3, after=3) == [4, 5, 6]
+    assert pool.allocate(1, after=10) == [11]
+    assert pool.allocate(1, after=11) == [12]
     pool.free(first)
-    assert pool.allocate(4) == [6, 7, 8, 9], "the longest run, not the first hole"
-    assert pool.allocate(1, after=9) == [10]
-    assert pool.allocate(1, after=3) == [11], "block 4 is taken: the longest run again"
+    assert pool.allocate(3) == [1, 2, 3], "the longest run is at the start"
+    assert pool.allocate(4) == [13, 14, 15, 7], "where no run is long enough"
 
 
 def test_least_recently_used_content_is_evicted_first_and_tails_before_heads() -> None:

@@ -47,6 +47,7 @@ class Beginning:
         assert known is not None
         sequence.max_output = self._max_output(sequence, len(prompt.token_ids), known)
         sequence.prompt, sequence.token_ids = prompt, list(prompt.token_ids)
+        sequence.num_prompt = len(prompt.token_ids)
         sequence.encoded = not prompt.media
         if prompt.cacheable and self.options.enable_prefix_caching:
             sequence.hasher = BlockHasher(prompt, known.block_size)

@@ -9,8 +9,8 @@ import numpy as np
 
 SPARE_BLOCK = 0
 """Takes the writes of padding rows; never allocated."""
-_MAX_SEARCHED_BLOCKS = 65_536
-"""Beyond this, looking for runs costs more than it saves (numpy, about 1 ns a block)."""
+_MAX_SEARCHED_BLOCKS = 8192
+"""In larger pools, which only GPUs have, runs are not looked for: there they save nothing."""
 
 
 class BlockPool:
@@ -141,18 +141,22 @@ class BlockPool:
         self._num_free += 1
 
     def _best_run(self, count: int) -> list[int]:
-        """Free blocks from the longest run, which leaves room behind them; from several runs,
-        longest first, where none is long enough."""
+        """Free blocks from the longest run; from several, longest first, where none is enough.
+        Behind a block in use the run is entered in its middle, so that both can grow."""
         if count <= 0:
             return []
         if self.num_blocks > _MAX_SEARCHED_BLOCKS:
+            if count == 1:
+                return [int(self._is_free.argmax())]
             return [int(block) for block in np.flatnonzero(self._is_free)[:count]]
         edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
         starts, ends = edges[0::2], edges[1::2]
         found: list[int] = []
         for run in np.argsort(starts - ends, kind="stable"):
-            last = min(int(ends[run]), int(starts[run]) + count - len(found))
-            found.extend(range(int(starts[run]), last))
+            first, end, missing = int(starts[run]), int(ends[run]), count - len(found)
+            if first - 1 != SPARE_BLOCK:
+                first += max(0, end - first - missing) // 2
+            found.extend(range(first, min(end, first + missing)))
             if len(found) == count:
                 break
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from omnistage.ar.sequence import Phase, TokenSequence
@@ -20,6 +19,7 @@ class Places:
 
     capacity: int
     running: list[TokenSequence] = field(default_factory=list)
+    """Best first, as are those that wait."""
     _new: list[TokenSequence] = field(default_factory=list)
     _placed: list[TokenSequence] = field(default_factory=list)
     """Those that wait with a place of their own."""
@@ -28,11 +28,6 @@ class Places:
     @property
     def num_waiting(self) -> int:
         return len(self._new) + len(self._placed)
-
-    def __iter__(self) -> Iterator[TokenSequence]:
-        yield from self.running
-        yield from self._placed
-        yield from self._new
 
     def wait(self, sequence: TokenSequence) -> None:
         """It waits for its turn, without running any more if it did."""
@@ -50,7 +45,7 @@ class Places:
     def run(self, sequence: TokenSequence) -> None:
         self.withdraw(sequence)
         sequence.phase = Phase.RUNNING
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_order)
         if not sequence.placed:
             sequence.placed = True
             self._taken += 1

@@ -57,6 +57,7 @@ class StepPlanner:
     """Tokens of one step; fewer than the option's after a step ran out of memory."""
     _reserved: int = 0
     """Of the next step's budget: for a whole prompt that did not fit beside the decode steps."""
+    _suspects: list[TokenSequence] = field(default_factory=list)
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class StepPlanner:
     def _decode_rows(self, limit: int) -> Rows:
         ahead = MAX_PENDING_PAYLOADS if self.options.emits_payload else MAX_PENDING_TOKENS
         rows: Rows = []
-        for one in sorted(self.places.running, key=lambda one: one.order):
+        for one in list(self.places.running):
             if len(rows) >= limit:
                 break
             # One that was preempted for a better one meanwhile is not running any more.
@@ -131,7 +132,7 @@ class StepPlanner:
         while not self.pool.num_available:
             if any(row.sequence.leaving_blocks for step in self.in_flight for row in step.rows):
                 return False  # They come back when the step that uses them is collected.
-            worst = max(self.places.running, key=lambda one: one.order)
+            worst = self.places.running[-1]
             self.preempt(worst)
             if worst is sequence:
                 return False
@@ -246,18 +247,23 @@ class StepPlanner:
         sequence.begun = False
         sequence.encoded = not sequence.prompt.media
         sequence.alone = alone
+        if alone and sequence not in self._suspects:
+            self._suspects.append(sequence)
 
     def _suspect(self) -> TokenSequence | None:
         """The best of those that have to run alone."""
-        alone = [one for one in self.places if one.alone]
-        return min(alone, key=lambda one: one.order) if alone else None
+        if self._suspects:
+            self._suspects = [
+                one for one in self._suspects if one.alone and one.phase is not Phase.FINISHED
+            ]
+        return min(self._suspects, key=lambda one: one.order, default=None)
 
     def _rows_of_suspect(self, sequence: TokenSequence) -> Rows:
         if sequence.phase is Phase.WAITING:
             if self.in_flight or self.to_encode() is not None:
                 return []
             while not self._blocks.start(sequence, self._blocks.match(sequence), headroom=0):
-                self.preempt(max(self.places.running, key=lambda one: one.order))
+                self.preempt(self.places.running[-1])
             self.places.run(sequence)
         if not sequence.is_prefilling:
             return []  # Its outcome decides.

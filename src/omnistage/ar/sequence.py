@@ -46,6 +46,9 @@ class TokenSequence:
     input_complete: bool
     feeds: bool
     output: OutputBuffer
+    key: RequestKey = field(init=False)
+    order: tuple[int, int] = field(init=False)
+    """Best first: priority, then arrival."""
     credits: int | None = None
     phase: Phase = Phase.INPUT
     epoch: int = 0
@@ -58,6 +61,7 @@ class TokenSequence:
     bitmask: np.ndarray | None = None
     """What its grammar allows next."""
     hasher: BlockHasher | None = None
+    num_prompt: int = 0
     max_output: int = 0
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
@@ -83,19 +87,9 @@ class TokenSequence:
     in_flight_samples: int = 0
     ending: Ending | None = None
 
-    @property
-    def key(self) -> RequestKey:
-        return self.identity.key
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Best first: priority, then arrival."""
-        return (-self.identity.priority, self.arrival)
-
-    @property
-    def num_prompt(self) -> int:
-        assert self.prompt is not None
-        return len(self.prompt.token_ids)
+    def __post_init__(self) -> None:
+        self.key = self.identity.key
+        self.order = (-self.identity.priority, self.arrival)
 
     @property
     def num_sampled(self) -> int:
@@ -135,14 +129,14 @@ class TokenSequence:
 
     def may_decode(self, max_pending: int) -> bool:
         """Whether a decode step may be planned now."""
-        assert self.prompt is not None
-        if not self.sampled or self.num_sampled >= self.max_output:
+        count = self.num_sampled
+        if not self.sampled or count >= self.max_output:
             return False
         if self.grammar is not None and self.in_flight_samples:
             return False
-        if self.output.num_pending + self.in_flight_samples >= max_pending:
-            return self.credits is None or self.credits > 0
-        return self._has_input_for(self.num_sampled - 1)
+        if self.credits == 0 and self.output.num_pending + self.in_flight_samples >= max_pending:
+            return False
+        return self._has_input_for(count - 1)
 
     def _has_input_for(self, step: int) -> bool:
         """Decode step `step` consumes one more id of streamed input than the one before."""
