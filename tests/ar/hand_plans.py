@@ -7,7 +7,6 @@ from typing import Any
 
 from omnistage.ar.executor import TokenExecutor
 from omnistage.ar.prompt import PreparedPrompt
-from omnistage.ar.runtime import TokenRuntime
 from omnistage.ar.step import COLLECT, STEP, SequenceStart, StepOutcome, StepPlan, StepRow
 from omnistage.config.pipeline import ExecutionType, StageConfig
 from omnistage.config.resolved import ResolvedStage
@@ -17,7 +16,6 @@ from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command
 from omnistage.contracts.sampling import OmniTokenSamplingParams
 
-assert TokenRuntime
 QWEN3 = "tests.ar.tiny_models:build_qwen3"
 
 
@@ -30,10 +28,9 @@ def token_stage(token_model: str = QWEN3, *, options: Any = None, **changes: Any
         final_output=True,
         output_modality=Modality.TEXT,
     )
-    settings: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_gib": 0.005} | changes
+    settings = {"model_path": "", "max_num_seqs": 4, "kv_cache_gib": 0.005} | changes
     return ResolvedStage(
         stage=stage,
-        model_path="",
         process="inline",
         options={"token_model": token_model} | (options or {}),
         **settings,
@@ -73,7 +70,6 @@ class HandPlanned:
         self.block_size = executor.execute(command("describe"), self.context).fields["block_size"]
         self._number = 0
         self._next_block = 1
-        self._known: dict[str, SequenceStart] = {}
         self.tokens: dict[str, list[int]] = {}
 
     def start(self, name: str, prompt: list[int], seed: int = 0, **params: Any) -> dict[str, Any]:
@@ -84,7 +80,6 @@ class HandPlanned:
             params=OmniTokenSamplingParams(**values),
             seed=seed,
         )
-        self._known[name] = begin
         self.tokens[name] = []
         return {"begin": begin, "blocks": self.new_blocks(len(prompt) + 64), "decodes": False}
 
@@ -107,10 +102,6 @@ class HandPlanned:
 
     def collect(self) -> list[StepOutcome]:
         return self._run(command(COLLECT))
-
-    def decode(self, name: str) -> StepRow:
-        """The row after all that this sequence has been told of."""
-        raise NotImplementedError
 
     def _run(self, what: Command) -> list[StepOutcome]:
         outcomes: list[StepOutcome] = self.executor.execute(what, self.context).fields["outcomes"]

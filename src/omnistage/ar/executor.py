@@ -34,7 +34,13 @@ from omnistage.contracts.errors import (
 from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
-from omnistage.contracts.runtime import Command, ExecutionContext, LoadReporter, StageRequest
+from omnistage.contracts.runtime import (
+    INPUT_LANE,
+    Command,
+    ExecutionContext,
+    LoadReporter,
+    StageRequest,
+)
 
 if TYPE_CHECKING:
     from omnistage.ar.assembly import Assembly
@@ -43,7 +49,6 @@ if TYPE_CHECKING:
     from omnistage.ar.step_runner import LiveRow
     from omnistage.config.resolved import ResolvedStage
 
-INPUT_LANE = "input"
 MEDIA_CACHE_BYTES = 1 << 30
 
 
@@ -149,6 +154,10 @@ class TokenExecutor:
                 "kv_cache_bytes": self._loaded.cache.plan.total_bytes,
             }
         raise InvalidRequestError(f"a token stage has no control call {method!r}")
+
+    def held_sequences(self) -> list[RequestKey]:
+        """The sequences that have a row of device state."""
+        return [] if self._parts is None else self._parts.sequences.keys()
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -31,7 +31,7 @@ STEPS = (((0, 0, 6), (1, 0, 7)), ((2, 0, 5), (0, 6, 4)), ((0, 10, 1), (2, 5, 7))
 BLOCK_SIZE = 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Of the root mean square of the difference to that of the logits. A leak between sequences, or
-a layer that sees other keys, is of the order of 1; in half floats, rounding may choose other experts."""
+a layer that sees other keys, is of the order of 1; rounding may choose other experts."""
 
 
 @dataclass(slots=True, eq=False)

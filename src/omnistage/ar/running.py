@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +48,8 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._running)
 
-    def __iter__(self) -> Iterator[Running]:
-        return iter(self._running.values())
-
-    def get(self, key: RequestKey) -> Running | None:
-        return self._running.get(key)
+    def keys(self) -> list[RequestKey]:
+        return list(self._running)
 
     def keep_media(self, key: RequestKey, media: dict[int, Any]) -> None:
         """Encoders' results by item index, for a sequence that runs or will."""
