@@ -95,3 +95,35 @@ def test_between_two_encodings_those_that_run_take_a_step() -> None:
     while len(driver.executor.encoded) < 4:
         driver.step()
     assert len(driver.executor.plans) - steps >= 3
+
+
+@pytest.mark.invariant("AR-INV-103")
+@pytest.mark.parametrize("lag", [0, 1])
+def test_siblings_that_come_together_compute_their_prompt_once(lag: int) -> None:
+    """Those behind them do not wait meanwhile."""
+    driver = Driver(token_options(max_num_batched_tokens=32), FakeExecutor(lag=lag))
+    prompt = [*PROMPT, *PROMPT, *PROMPT]
+    siblings = [driver.add(f"s{n}", prompt, max_tokens=4) for n in range(4)]
+    other = driver.add("other", [50] * 6, max_tokens=4)
+    driver.run()
+    assert all(one.token_ids == expected_tokens(prompt, 4) for one in siblings)
+    assert [one.last["cached_tokens"] for one in siblings] == [0, 40, 40, 40]
+    rows = [row for plan in driver.executor.plans for row in plan.rows]
+    computed = sum(row.count for row in rows if not row.decodes)
+    assert computed == 42 + 3 * 2 + 6
+    begun = [row.identity.request_id for row in rows if row.begin is not None]
+    assert begun[:2] == ["s0", "other"]
+    assert other.finish_reason == "length"
+
+
+@pytest.mark.invariant("AR-INV-103")
+def test_a_sibling_whose_elder_is_aborted_computes_the_prompt_itself() -> None:
+    driver = Driver(token_options(max_num_batched_tokens=16))
+    driver.add("elder", PROMPT * 3, max_tokens=4)
+    sibling = driver.add("sibling", PROMPT * 3, max_tokens=4)
+    for _ in range(4):
+        driver.step()
+    driver.abort("elder")
+    driver.run()
+    assert sibling.token_ids == expected_tokens(PROMPT * 3, 4)
+    driver.assert_nothing_held()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from omnistage.ar.sequence import Phase, TokenSequence
@@ -35,12 +36,11 @@ class Places:
         sequence.phase = Phase.WAITING
         insort(self._placed if sequence.placed else self._new, sequence, key=_order)
 
-    def next_waiting(self) -> TokenSequence | None:
-        """The best one that can have a place."""
-        heads = self._placed[:1]
-        if self._taken < self.capacity:
-            heads += self._new[:1]
-        return min(heads, key=_order) if heads else None
+    def next_waiting(self, past: Collection[TokenSequence] = ()) -> TokenSequence | None:
+        """The best one that can have a place, looking past some."""
+        lists = [self._placed, self._new] if self._taken < self.capacity else [self._placed]
+        heads = (next((one for one in known if one not in past), None) for known in lists)
+        return min((one for one in heads if one is not None), key=_order, default=None)
 
     def run(self, sequence: TokenSequence) -> None:
         self.withdraw(sequence)

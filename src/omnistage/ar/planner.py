@@ -91,11 +91,16 @@ class StepPlanner:
     def to_encode(self) -> TokenSequence | None:
         """The sequence that is next, if its media must be encoded before it can start."""
         head = self._suspect() or self.places.next_waiting()
-        if head is None or head.phase is not Phase.WAITING or head.encoded:
-            return None
-        assert head.prompt is not None
-        last = max((span[1] for item in head.prompt.media for span in item.spans), default=0)
-        return head if last > len(self._blocks.match(head)) * self.pool.block_size else None
+        waits = head is not None and head.phase is Phase.WAITING
+        return head if waits and self._must_encode(head) else None
+
+    def _must_encode(self, sequence: TokenSequence) -> bool:
+        """Media of it are neither encoded nor in cached blocks altogether."""
+        if sequence.encoded:
+            return False
+        assert sequence.prompt is not None
+        last = max((span[1] for item in sequence.prompt.media for span in item.spans), default=0)
+        return last > len(self._blocks.match(sequence)) * self.pool.block_size
 
     # planning ---------------------------------------------------------------------------------
 
@@ -150,13 +155,19 @@ class StepPlanner:
 
     def _admit(self, budget: int, sizes: list[int]) -> list[TokenSequence]:
         """Give places and blocks to those that wait, best first, while there is budget for them
-        beside prompts of which `sizes` tokens are left. Nobody overtakes one that does not fit."""
+        beside prompts of which `sizes` tokens are left. Nobody overtakes one that does not fit;
+        those whose blocks are being computed by another are no hindrance."""
         admitted: list[TokenSequence] = []
+        past: list[TokenSequence] = []
         self._reserved = 0
-        while has_share_left(sizes, budget) and (head := self.places.next_waiting()) is not None:
-            if head.in_flight or self.to_encode() is not None:
+        while has_share_left(sizes, budget):
+            head = self.places.next_waiting(past)
+            if head is None or head.in_flight or self._must_encode(head):
                 break
             matched = self._blocks.match(head)
+            if self._blocks.is_being_computed(head, len(matched), self.places.running):
+                past.append(head)
+                continue
             size = len(head.token_ids) - len(matched) * self.pool.block_size
             if self._must_wait_whole(size, sum(sizes), budget):
                 break

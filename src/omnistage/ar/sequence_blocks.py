@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from omnistage.ar.blocks import BlockPool
@@ -24,6 +25,23 @@ class SequenceBlocks:
             return []
         usable = (len(sequence.token_ids) - 1) // self.size
         return self.pool.match(sequence.hasher.upto(sequence.token_ids, usable))
+
+    def is_being_computed(
+        self, sequence: TokenSequence, num_matched: int, running: Iterable[TokenSequence]
+    ) -> bool:
+        """Whether most of what it would compute is what one of `running` computes now, so that it
+        is better off waiting for those blocks, as the siblings of an `n` are."""
+        if sequence.hasher is None:
+            return False
+        usable = (len(sequence.token_ids) - 1) // self.size
+        own = sequence.hasher.upto(sequence.token_ids, usable)
+        least = num_matched + -(-(usable - num_matched) // 2)
+        return num_matched < least and any(
+            one.hasher is not None
+            and one.num_remembered < least <= (len(one.token_ids) - 1) // self.size
+            and one.hasher.upto(one.token_ids, least)[-1] == own[least - 1]
+            for one in running
+        )
 
     def start(self, sequence: TokenSequence, matched: list[int], *, headroom: int) -> bool:
         """All blocks of its tokens at once, so that they lie together; False when there are not as
