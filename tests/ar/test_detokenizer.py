@@ -130,3 +130,11 @@ def test_work_for_a_token_does_not_grow_with_the_text(kind, monkeypatch):
     ids = tokenizer.encode(" ".join(tokenizers.CORPUS), add_special_tokens=False)
     assert "".join([*(detokenizing.push([i]) for i in ids), detokenizing.finish()])
     assert sum(lengths) <= 8 * len(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "gemma_like", "llama_like"])
+def test_the_bytes_of_a_texts_tokens_are_its_bytes(kind):
+    tokenizer, text = KINDS[kind](), "x capital 猫 ☃"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(detokenizer.token_bytes(tokenizer, i) for i in ids) == text.encode()
+    assert detokenizer.token_bytes(tokenizer, len(tokenizer) + 5) == b""
