@@ -62,7 +62,7 @@ def _module_plan(stage: ResolvedStage) -> str:
     from omnistage.stages.imports import load_object
 
     builder = stage.options.get("token_model") or stage.options.get("codec_model")
-    if builder is None:
+    if builder is None or ":build" not in builder:
         return f"stages of kind {stage.stage.execution_type.value} plan their loading at start"
     plan = load_object(builder.replace(":build", ":plan"))(stage, stage.devices[0])
     lines = [plan.describe()]
