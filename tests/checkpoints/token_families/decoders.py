@@ -49,6 +49,7 @@ def config(tokenizer, **changes):
 
 def _llama_words():
     tokenizer = llama_tokenizer(MAX_POSITIONS)
+    tokenizer.add_bos_token = True
     tokenizer.chat_template = LLAMA_CHAT
     return tokenizer
 
