@@ -19,7 +19,7 @@ from tests.ar.tiny_models import COMMON, paged, qwen3
 WIDTH = COMMON["hidden_size"]
 MODEL = "tests.ar.test_payloads:build"
 FEEDS = {"feeds_stages": True, "emits_payload": True}
-NEW_TOKENS = 6
+NEW_TOKENS = 24
 
 
 class Telling(CausalLM):
@@ -56,7 +56,7 @@ def expected_hidden(ids: list[int]) -> torch.Tensor:
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     base = torch.randint(3, 256, (40,), generator=generator).tolist()
-    return [base, base[:36] + [7, 9], base[:20], base[:33] + [5]]
+    return [base[:20], [*base[:17], 7], base[:9], [*base[:13], 5]]
 
 
 @pytest.mark.invariant("AR-INV-204")
@@ -113,38 +113,41 @@ def test_tokens_and_payloads_are_bitwise_the_same_built_at_once_or_behind():
 
     now, later = run(behind=False), run(behind=True)
     assert now[0] == later[0]
-    assert [len(part) for part in now[1]] == [40] + [1] * NEW_TOKENS
+    assert [len(part) for part in now[1]] == [20] + [1] * NEW_TOKENS
     assert all(torch.equal(a, b) for a, b in zip(now[1], later[1], strict=True))
 
 
+class FailedCopy:
+    def synchronize(self) -> None:
+        raise RuntimeError("the copy failed")
+
+
 @pytest.mark.invariant("AR-INV-204")
-def test_a_builder_that_fails_fails_its_request_only(monkeypatch):
+@pytest.mark.parametrize("where", ["in the step", "behind it"])
+def test_a_builder_that_fails_fails_its_request_only(where, monkeypatch):
     driver = real_driver(token_stage(MODEL, options=FEEDS))
-    inner = driver.executor.inner._loaded.model
-    honest = inner.prompt_payload
+    assembly = driver.executor.inner._loaded
+    tell, copy = assembly.model.prompt_payload, assembly.copier.behind
+    unlucky = len(prompts()[1])
 
-    def broken(sequence, states):
-        payload = honest(sequence, states)
-        if len(sequence.token_ids) == len(prompts()[1]):
-            return {"hidden": BrokenPart(payload["hidden"])}
-        return payload
+    def broken_payload(sequence, states):
+        if len(sequence.token_ids) == unlucky:
+            raise RuntimeError("no payload")
+        return tell(sequence, states)
 
-    monkeypatch.setattr(inner, "prompt_payload", broken)
+    def broken_copy(snapshots):
+        fails = len(snapshots["hidden"]) == unlucky
+        return HostCopy(snapshots, FailedCopy()) if fails else copy(snapshots)
+
+    if where == "in the step":
+        monkeypatch.setattr(assembly.model, "prompt_payload", broken_payload)
+    else:
+        monkeypatch.setattr(assembly.copier, "behind", broken_copy)
     wanted = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "min_tokens": NEW_TOKENS}
     heard = [driver.add(str(i), ids, **wanted) for i, ids in enumerate(prompts())]
     driver.run()
     assert [one.error is not None for one in heard] == [False, True, False, False]
     driver.assert_nothing_held()
-
-
-class BrokenPart:
-    """No tensor: joining it is an error."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __getattr__(self, name: str):
-        raise RuntimeError("cannot be copied")
 
 
 def test_parts_of_the_same_name_are_joined_and_own_their_memory():

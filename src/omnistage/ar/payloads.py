@@ -7,7 +7,8 @@ the copy and builds the payload. Nothing here is read from memory that a later s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omnistage.contracts.payloads import StageData
 from omnistage.platforms.registry import platform_of
@@ -126,11 +127,19 @@ def send_payloads(
         if follows_token and step is None and result is not None and result.payload:
             step = assembly.copier.behind(_snapshot(result.payload, len(places)))
         elif end == live.prompt_tokens and not live.prompt_sent:
-            prompt = _prompt_copy(assembly, live)
             live.prompt_sent = True
+            try:
+                prompt = _prompt_copy(assembly, live)
+            except Exception as error:  # This request's alone: the step goes on.
+                context.finish_later(row.identity, partial(_raise, error))
+                continue
         own_step = step if follows_token else None
         work = RowPayload(modality, prompt, own_step, places.get(id(row), 0))
         context.finish_later(row.identity, work)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _prompt_copy(assembly: Assembly, live: Running) -> HostCopy:
