@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from omnistage.ar.options import TokenOptions
+from omnistage.ar.options import TokenOptions, read_token_options
 from omnistage.ar.scheduler import TokenScheduler
 from omnistage.contracts.errors import OmniError, as_omni_error
 from omnistage.contracts.identity import RequestIdentity, RequestKey
@@ -15,12 +15,15 @@ from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Emission, StageRequest
 from omnistage.contracts.sampling import OmniTokenSamplingParams
 from tests.ar.fake_executor import FakeDetokenizer, FakeExecutor, FakeGrammar
+from tests.config.pipelines import resolve, token_pipeline
 
 MANY_CREDITS = 1_000_000
 
 
 def token_options(**changes: Any) -> TokenOptions:
-    return TokenOptions(**{"token_model": "a:b", "max_num_seqs": 8, **changes})
+    """Those of a stage with 8 places and all else left open, changed."""
+    config = resolve(token_pipeline(), max_num_seqs=8, options={"token_model": "a:b"})
+    return replace(read_token_options(config.stages[0]), **changes)
 
 
 @dataclass

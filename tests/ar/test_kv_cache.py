@@ -7,10 +7,11 @@ import pytest
 from omnistage.ar.kv_cache import GIB, DeviceMemory, cache_bytes, plan_cache
 from omnistage.ar.options import TokenOptions
 from omnistage.contracts.errors import ConfigurationError
+from tests.ar.driver import token_options
 
 
 def options(**changes) -> TokenOptions:
-    return TokenOptions(**({"token_model": "a:b", "max_num_seqs": 4, "block_size": 16} | changes))
+    return token_options(**({"max_num_seqs": 4, "block_size": 16} | changes))
 
 
 def plan(budget_bytes: int, *, model_limit: int = 4096, **changes):

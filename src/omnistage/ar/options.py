@@ -7,26 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from omnistage.config.checks import suggestion
 from omnistage.config.pipeline import ENTRY
+from omnistage.config.schema import TOKEN_KEYS
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.contracts.modalities import Modality
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
 
-_STAGE_FIELDS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "gpu_memory_utilization",
-    "kv_cache_gib",
-    "block_size",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "async_chunk",
-    "fuse_layers",
-    "enforce_eager",
-    "default_sampling_params",
-)
+_STAGE_FIELDS = ("max_num_seqs", "async_chunk", "default_sampling_params", *TOKEN_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +33,19 @@ class TokenOptions:
     emits_payload: bool = False
     max_queued_requests: int = 4096
     model: dict[str, Any] = field(default_factory=dict)
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gib: float | None = None
-    block_size: int | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    async_chunk: bool = True
-    fuse_layers: bool = True
-    enforce_eager: bool = False
-    default_sampling_params: dict[str, Any] = field(default_factory=dict)
-    entry: bool = True
-    output_modality: Modality = Modality.TEXT
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    kv_cache_gib: float | None
+    block_size: int | None
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    async_chunk: bool
+    fuse_layers: bool
+    default_sampling_params: dict[str, Any]
+    entry: bool
+    output_modality: Modality
 
 
 _OPTION_TYPES: dict[str, tuple[type, str]] = {
@@ -97,7 +84,7 @@ def _check_option(stage: ResolvedStage, name: str, value: Any) -> None:
             f"{suggestion(name, _OPTION_TYPES)}"
         )
     kind, what = _OPTION_TYPES[name]
-    if type(value) is not kind or (kind is int and value < 1):
+    if type(value) is not kind or (type(value) is int and value < 1):
         raise ConfigurationError(f"option {name} must be {what}, got {value!r}")
 
 

@@ -91,8 +91,9 @@ class StepPlanner:
     def to_encode(self) -> TokenSequence | None:
         """The sequence that is next, if its media must be encoded before it can start."""
         head = self._suspect() or self.places.next_waiting()
-        waits = head is not None and head.phase is Phase.WAITING
-        return head if waits and self._must_encode(head) else None
+        if head is None or head.phase is not Phase.WAITING or not self._must_encode(head):
+            return None
+        return head
 
     def _must_encode(self, sequence: TokenSequence) -> bool:
         """Media of it are neither encoded nor in cached blocks altogether."""
