@@ -40,12 +40,13 @@ FLAGS = {
 --max-video-file-frames --video-frame-pixels --video-fps --max-speech-chars
 --media-decode-timeout-s --body-timeout-s --media-timeout-s --drain-timeout-s
 --allow-private-media --allow-http-media
---allowed-local-media-path --stop-with-stdin
+--allowed-local-media-path --stop-with-stdin --max-choices --tool-call-parser --reasoning-parser
 """,
     "generate": DEPLOYMENT
     + """
 --prompt --output --negative-prompt --size --steps --seed --n --guidance-scale --true-cfg-scale
 --strength --scheduler --image --extra-args --no-progress
+--max-tokens --temperature --top-p --top-k --system --raw
 """,
     "plan": DEPLOYMENT + "--config-only --json",
     "doctor": "--json --quick",

@@ -1,4 +1,4 @@
-"""Make pictures from a prompt, without a server, and write them to files."""
+"""Make pictures, text or speech from a prompt, without a server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnistage.cli.generate_text import (
+    SOUND_SUFFIX,
+    add_text_arguments,
+    is_text_model,
+    refuse_text_flags,
+    run_text,
+)
 from omnistage.cli.model_flags import add_model_flags, resolve
 from omnistage.cli.parsing import CommandParser
 from omnistage.cli.values import at_least_one, number, size
@@ -29,9 +36,8 @@ def add_arguments(parser: CommandParser) -> None:
     what.add_argument(
         "--output",
         type=Path,
-        default=Path("out.png"),
         metavar="FILE",
-        help="file to write, png, jpg or webp; several get a number (%(default)s)",
+        help="file to write: png, jpg or webp (out.png), or wav for speech; several get a number",
     )
     what.add_argument("--negative-prompt", metavar="TEXT", help="what to keep out")
     what.add_argument("--size", type=size, metavar="WxH", help="size in pixels")
@@ -54,23 +60,36 @@ def add_arguments(parser: CommandParser) -> None:
         "--extra-args", metavar="JSON", help="further arguments of the pipeline's call"
     )
     what.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    add_text_arguments(parser)
     add_model_flags(parser, model_optional=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_output(args.output)
+    if args.output is not None:
+        _check_output(args.output)
     prompt = _prompt(args)
     params = _params(args)
     config = resolve(args, *_default_log_level(args))
     configure_logging(config.log_level, json=config.log_json)
+    if is_text_model(config):
+        return run_text(args, config)
+    refuse_text_flags(args)
+    target = _picture_target(args.output)
 
     from omnistage.engine.omni import Omni
 
     with Omni(config=config) as omni:
         (output,) = omni.generate(prompt, params, use_tqdm=not args.no_progress)
-    for path in _write(output, args.output):
+    for path in _write(output, target):
         print(path)
     return 0
+
+
+def _picture_target(path: Path | None) -> Path:
+    target = path or Path("out.png")
+    if target.suffix.lower() not in FORMATS:
+        raise ConfigurationError(f"--output {target}: this model makes pictures, not sound")
+    return target
 
 
 def _default_log_level(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -112,11 +131,11 @@ def _prompt(args: argparse.Namespace) -> Any:
     if args.negative_prompt is not None:
         prompt["negative_prompt"] = args.negative_prompt
     if args.image:
-        prompt["multi_modal_data"] = {"image": [_read_image(path) for path in args.image]}
+        prompt["multi_modal_data"] = {"image": [read_image(path) for path in args.image]}
     return prompt
 
 
-def _read_image(path: Path) -> Image:
+def read_image(path: Path) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -131,10 +150,11 @@ def _read_image(path: Path) -> Image:
 
 def _check_output(path: Path) -> None:
     """Before the long work: the file can be written."""
-    if path.suffix.lower() not in FORMATS:
-        close = difflib.get_close_matches(path.suffix.lower(), FORMATS, n=1)
+    known = (*FORMATS, SOUND_SUFFIX)
+    if path.suffix.lower() not in known:
+        close = difflib.get_close_matches(path.suffix.lower(), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigurationError(f"--output {path} must end in one of {', '.join(FORMATS)}{hint}")
+        raise ConfigurationError(f"--output {path} must end in one of {', '.join(known)}{hint}")
     if not path.parent.is_dir():
         raise ConfigurationError(f"--output {path}: folder {path.parent} does not exist")
     if path.is_dir():

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omnistage.api.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from omnistage.cli.model_flags import add_model_flags, resolve
 from omnistage.cli.parsing import CommandParser
 from omnistage.cli.values import at_least_one, number, size
@@ -26,7 +27,8 @@ API_KEY_VARIABLE = "OMNISTAGE_API_KEY"
 _COUNTS = {
     "max_steps": "most denoising steps a request may ask for",
     "max_n": "most pictures a request may ask for",
-    "max_prompt_chars": "longest prompt",
+    "max_choices": "most answers a request for text may ask for, over all its prompts",
+    "max_prompt_chars": "longest prompt of a picture",
     "max_body_bytes": "largest request body",
     "max_open_requests": "HTTP requests open at a time",
     "max_input_images": "most input pictures of a request",
@@ -49,6 +51,12 @@ _SECONDS = {
 _SWITCHES = {
     "allow_private_media": "fetch input media from private and loopback addresses too",
     "allow_http_media": "fetch input media over http too, not only https",
+}
+
+
+_PARSERS = {
+    "tool_call_parser": (TOOL_PARSERS, "how calls of tools are read"),
+    "reasoning_parser": (REASONING_PARSERS, "how thoughts are split from answers"),
 }
 
 
@@ -83,6 +91,13 @@ def add_arguments(parser: CommandParser) -> None:
     )
     for name, meaning in _SWITCHES.items():
         http.add_argument(_flag(name), action="store_true", default=None, help=meaning)
+    for name, (known, meaning) in _PARSERS.items():
+        http.add_argument(
+            _flag(name),
+            choices=known,
+            metavar="NAME",
+            help=f"{meaning}: {', '.join(known)} (auto: as the chat template says)",
+        )
     http.add_argument(
         "--allowed-local-media-path",
         type=Path,
@@ -114,7 +129,7 @@ def api_settings(args: argparse.Namespace) -> ApiSettings:
     """The bounds of the server; what no flag sets keeps the default."""
     from omnistage.api.settings import ApiSettings
 
-    names = [*_COUNTS, *_SECONDS, *_SWITCHES, "video_fps", "allowed_local_media_path"]
+    names = [*_COUNTS, *_SECONDS, *_SWITCHES, *_PARSERS, "video_fps", "allowed_local_media_path"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.max_generated_image_size is not None:
         width, height = args.max_generated_image_size
