@@ -12,10 +12,10 @@ from omnistage.api.audio_encode import (
     AUDIO_FORMATS,
     AudioEncoder,
     AudioFormat,
-    TimeStretch,
     encode_audio,
     encoded_rate_hz,
 )
+from omnistage.api.time_stretch import TimeStretch
 from omnistage.contracts.errors import InternalError, InvalidRequestError
 from tests.api.sounds import RATE_HZ, best_correlation, chirp, decoded
 

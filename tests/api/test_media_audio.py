@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from omnistage.api import media_audio
-from omnistage.api.audio_encode import AudioFormat, encode_audio, wav_header
+from omnistage.api.audio_encode import AudioFormat, encode_audio
+from omnistage.api.audio_sinks import wav_header
 from omnistage.api.media_audio import AudioSource, Sound, decode_sound, input_audio_url
 from omnistage.api.media_bytes import FileSource
 from omnistage.api.media_fetch import MediaFetcher

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from fastapi import Request
 
-from omnistage.api.audio_encode import AudioEncoder, AudioFormat, TimeStretch
+from omnistage.api.audio_encode import AudioEncoder, AudioFormat
 from omnistage.api.audio_render import samples_of
 from omnistage.api.context import AppContext
 from omnistage.api.event_stream import data_event
 from omnistage.api.text.run import TextJob, run_text
+from omnistage.api.time_stretch import TimeStretch
 from omnistage.api.tts.base import SpeechJob
 from omnistage.contracts.errors import InternalError
 from omnistage.contracts.modalities import Modality

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from omnistage.api.audio_encode import MAX_SPEED, MIN_SPEED, AudioFormat
+from omnistage.api.audio_encode import AudioFormat
 from omnistage.api.protocol.base import (
     MAX_SEED,
     NO_NUL,
@@ -15,6 +15,7 @@ from omnistage.api.protocol.base import (
     ResponseModel,
     without_extra_body,
 )
+from omnistage.api.time_stretch import MAX_SPEED, MIN_SPEED
 
 VoiceName = Annotated[str, Field(min_length=1, max_length=256), NO_NUL]
 SpokenText = Annotated[str, Field(min_length=1, description="What to say."), NO_NUL]
