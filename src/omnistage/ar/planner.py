@@ -9,9 +9,11 @@ from omnistage.ar.blocks import BlockPool
 from omnistage.ar.budget import first_come, has_share_left, share_budget
 from omnistage.ar.options import TokenOptions
 from omnistage.ar.places import Places
+from omnistage.ar.rows import PlannedStep, Rows, plan_row
 from omnistage.ar.sequence import Phase, TokenSequence
 from omnistage.ar.sequence_blocks import SequenceBlocks
-from omnistage.ar.step import SequenceStart, StepPlan, StepRow
+from omnistage.ar.step import StepPlan
+from omnistage.contracts.errors import OmniError, OutOfMemoryError
 from omnistage.observability.logging import get_logger
 
 logger = get_logger(__name__)
@@ -19,24 +21,6 @@ logger = get_logger(__name__)
 MAX_PENDING_TOKENS = 256
 """A sequence that nobody reads (no credits) decodes this far ahead, then pauses."""
 MAX_PENDING_PAYLOADS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    sequence: TokenSequence
-    incarnation: int
-    end: int
-    samples: bool
-    wants_payload: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    number: int
-    rows: list[PlannedRow]
-
-
-Rows = list[tuple[PlannedRow, StepRow]]
 
 
 @dataclass(slots=True)
@@ -128,7 +112,7 @@ class StepPlanner:
                 break
             # One that was preempted for a better one meanwhile is not running any more.
             if one.phase is Phase.RUNNING and one.may_decode(ahead) and self._room_for(one):
-                rows.append(self._row(one, 1))
+                rows.append(plan_row(one, 1))
         return rows
 
     def _room_for(self, sequence: TokenSequence) -> bool:
@@ -152,7 +136,7 @@ class StepPlanner:
         wanted = [one.num_to_compute for one in prefilling]
         share = share_budget if self.options.enable_chunked_prefill else first_come
         shares = zip(prefilling, share(wanted, budget), strict=True)
-        return [self._row(one, count) for one, count in shares if count]
+        return [plan_row(one, count) for one, count in shares if count]
 
     def _admit(self, budget: int, sizes: list[int]) -> list[TokenSequence]:
         """Give places and blocks to those that wait, best first, while there is budget for them
@@ -189,33 +173,6 @@ class StepPlanner:
             self._reserved = size
         return bool(wanted) or size <= self._budget
 
-    def _row(self, sequence: TokenSequence, count: int) -> tuple[PlannedRow, StepRow]:
-        """Plan `count` more positions of it."""
-        assert sequence.prompt is not None
-        end = sequence.num_computed + count
-        samples = end == sequence.num_tokens
-        row = StepRow(
-            identity=sequence.identity,
-            start=sequence.num_computed,
-            count=count,
-            samples=samples,
-            decodes=sequence.sampled,
-            blocks=None if sequence.blocks_told else list(sequence.blocks),
-            appended=tuple(sequence.new_input),
-            input_complete=sequence.input_complete,
-            bitmask=sequence.bitmask if samples else None,
-            wants_payload=samples and sequence.output.with_payload,
-        )
-        if not sequence.begun:
-            row.begin = SequenceStart(
-                prompt=sequence.prompt, params=sequence.params, seed=sequence.seed
-            )
-        if sequence.told_incarnation != sequence.incarnation:
-            row.restart = list(sequence.token_ids)
-        sequence.was_planned(row)
-        planned = PlannedRow(sequence, sequence.incarnation, end, samples, row.wants_payload)
-        return planned, row
-
     # what came back ---------------------------------------------------------------------------
 
     def collect(self, number: int) -> PlannedStep:
@@ -231,8 +188,25 @@ class StepPlanner:
 
     # failed steps -----------------------------------------------------------------------------
 
-    def drop_in_flight(self) -> list[PlannedStep]:
-        """Steps in flight have failed: nothing of them comes."""
+    def recover(self, error: OmniError, *, newest_is_failed: bool) -> list[TokenSequence]:
+        """A command failed, and with it all steps in flight. Whoever can starts over; returns those
+        that fail. Payloads of the failed step itself are withdrawn, those of steps before it were
+        given away: their sequences cannot be computed again unnoticed."""
+        steps = self._drop_in_flight()
+        whom = {id(row.sequence): row.sequence for step in steps for row in step.rows}
+        live = [one for one in whom.values() if one.phase is not Phase.FINISHED]
+        sent = steps[:-1] if newest_is_failed else steps
+        lost = {id(row.sequence) for step in sent for row in step.rows if row.wants_payload}
+        smaller = isinstance(error, OutOfMemoryError) and self._shrink_budget()
+        failed: list[TokenSequence] = []
+        for one in live:
+            if id(one) in lost or one.is_irreproducible or (len(live) == 1 and not smaller):
+                failed.append(one)
+            else:
+                self._start_over(one, alone=not smaller)
+        return failed
+
+    def _drop_in_flight(self) -> list[PlannedStep]:
         steps = list(self.in_flight)
         self.in_flight.clear()
         for step in steps:
@@ -241,7 +215,7 @@ class StepPlanner:
                 self._blocks.give_back(row.sequence)
         return steps
 
-    def shrink_budget(self) -> bool:
+    def _shrink_budget(self) -> bool:
         """Smaller steps as long as anything runs; False when they are as small as they get."""
         least = self.options.max_num_seqs
         if self._budget <= least:
@@ -250,7 +224,7 @@ class StepPlanner:
         logger.warning("out of memory: steps of at most %d tokens from now on", self._budget)
         return True
 
-    def start_over(self, sequence: TokenSequence, *, alone: bool) -> None:
+    def _start_over(self, sequence: TokenSequence, *, alone: bool) -> None:
         """The executor begins it anew; `alone`: in a step of its own, which shows whether it is
         what makes steps fail."""
         assert sequence.prompt is not None
@@ -279,4 +253,4 @@ class StepPlanner:
             self.places.run(sequence)
         if not sequence.is_prefilling:
             return []  # Its outcome decides.
-        return [self._row(sequence, min(sequence.num_to_compute, self._budget))]
+        return [plan_row(sequence, min(sequence.num_to_compute, self._budget))]

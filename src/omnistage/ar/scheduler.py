@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from omnistage.ar import commands
 from omnistage.ar.beginning import (
     Beginning,
     MakeDetokenizer,
@@ -29,7 +30,6 @@ from omnistage.ar.token_text import TokenBytes, logprob_entry, token_bytes
 from omnistage.contracts.errors import (
     InternalError,
     OmniError,
-    OutOfMemoryError,
     OverloadedError,
 )
 from omnistage.contracts.identity import RequestIdentity, RequestKey
@@ -117,28 +117,26 @@ class TokenScheduler:
         """The loop of a token stage. Preparing is cheap here (it goes on elsewhere), encoding is
         not: between two encodings those that run take a step."""
         if self._description is None:
-            return _command(DESCRIBE, "control", (), {})
+            return commands.describe()
         ahead = _PREPARED_AHEAD * self._options.max_num_seqs - self._planner.places.num_waiting
         if chosen := self._intake.to_prepare(ahead):
-            requests = [_request(one) for one in chosen]
-            return _command(PREPARE, "encode", chosen, {"requests": requests})
+            return commands.prepare(chosen)
         head = self._planner.to_encode()
         if head is not None and not (self._just_encoded and self._planner.places.running):
             return self._encode(head)
         if (plan := self._planner.plan()) is not None:
             self._just_encoded = False
             rows = self._planner.in_flight[-1].rows
-            return _command(STEP, "step", [row.sequence for row in rows], {"plan": plan})
+            return commands.step(plan, [row.sequence for row in rows])
         if head is not None:
             return self._encode(head)
         if self._planner.in_flight or self._output.is_due:
-            return _command(COLLECT, "step", (), {})
+            return commands.collect()
         return None
 
     def _encode(self, sequence: TokenSequence) -> Command:
         self._just_encoded = True
-        fields = {"identity": sequence.identity, "prompt": sequence.prompt}
-        return _command(ENCODE, "encode", (sequence,), fields)
+        return commands.encode(sequence)
 
     # outcomes ---------------------------------------------------------------------------------
 
@@ -177,20 +175,8 @@ class TokenScheduler:
             raise error
         if command.name in (PREPARE, ENCODE):
             return [self._end(one, error) for one in self._of(command)]
-        steps = self._planner.drop_in_flight()
-        whom = {id(row.sequence): row.sequence for step in steps for row in step.rows}
-        live = [one for one in whom.values() if one.phase is not Phase.FINISHED]
-        # Payloads of the failed command itself are withdrawn, those of steps before it are not.
-        sent = steps[:-1] if command.name == STEP else steps
-        lost = {id(row.sequence) for step in sent for row in step.rows if row.wants_payload}
-        smaller = isinstance(error, OutOfMemoryError) and self._planner.shrink_budget()
-        emissions: list[Emission] = []
-        for one in live:
-            if id(one) in lost or one.is_irreproducible or (len(live) == 1 and not smaller):
-                emissions.append(self._end(one, error))
-            else:
-                self._planner.start_over(one, alone=not smaller)
-        return emissions
+        failed = self._planner.recover(error, newest_is_failed=command.name == STEP)
+        return [self._end(one, error) for one in failed]
 
     def _described(self, description: StageDescription) -> list[Emission]:
         """From now on there are blocks; who came before is held to the vocabulary as well."""
@@ -297,23 +283,3 @@ class TokenScheduler:
             "running": running,
             "waiting": waiting,
         }
-
-
-def _command(
-    name: str, kind: str, sequences: Sequence[TokenSequence], fields: dict[str, Any]
-) -> Command:
-    return Command(
-        name=name,
-        kind=kind,
-        identities=tuple(one.identity for one in sequences),
-        data=StageData(modality=Modality.TOKENS, fields=fields),
-    )
-
-
-def _request(sequence: TokenSequence) -> StageRequest:
-    return StageRequest(
-        identity=sequence.identity,
-        data=sequence.first_input,
-        params=sequence.params,
-        input_complete=sequence.input_complete,
-    )
