@@ -87,7 +87,10 @@ def expected_audio(codes: np.ndarray) -> np.ndarray:
 
 
 def generation_stage(**changes: Any) -> ResolvedStage:
-    options = {"codec_model": "tests.ar.generation.codecs:build_running_sum"}
+    options = {
+        "codec_model": "tests.ar.generation.codecs:build_running_sum",
+        "max_batch_frames": 4096,
+    }
     options |= changes.pop("options", {})
     config = StageConfig(
         stage_id=0,

@@ -366,3 +366,11 @@ def test_ends_are_padded_to_captured_sizes():
     world.run()
     assert world.model.batches == [(1, 4), (1, 25)]
     np.testing.assert_array_equal(world.audio("a"), expected_audio(some_codes(10)))
+
+
+def test_a_batch_is_bounded_by_its_frames_but_has_one_stream_at_least():
+    world = driver(options={"max_batch_frames": 20})
+    for seed, name in enumerate("abcdef"):
+        world.add(name, some_codes(29, seed))
+    world.run()
+    assert world.model.batches == [(5, 4), (1, 4)] + [(1, 25)] * 6

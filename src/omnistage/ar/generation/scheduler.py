@@ -233,7 +233,8 @@ class GenerationScheduler:
             return [first]
         shape = self._shape(*first)
         alike = [pair for pair in ready if not pair[0].alone and self._shape(*pair) == shape]
-        return alike[: self._most]
+        fitting = max(1, self._options.max_batch_frames // max(1, shape[0]))
+        return alike[: min(self._most, fitting)]
 
     def _shape(self, stream: _Stream, piece: Piece) -> tuple[int, int | None]:
         if piece.frames == 0:
