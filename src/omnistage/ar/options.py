@@ -14,7 +14,13 @@ from omnistage.contracts.modalities import Modality
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
 
-_STAGE_FIELDS = ("max_num_seqs", "async_chunk", "default_sampling_params", *TOKEN_KEYS)
+_STAGE_FIELDS = (
+    "max_num_seqs",
+    "enforce_eager",
+    "async_chunk",
+    "default_sampling_params",
+    *TOKEN_KEYS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,7 @@ class TokenOptions:
     enable_chunked_prefill: bool
     async_chunk: bool
     fuse_layers: bool
+    enforce_eager: bool
     default_sampling_params: dict[str, Any]
     entry: bool
     output_modality: Modality
