@@ -18,6 +18,9 @@ def test_one_request_generates_what_its_model_says(lag: int) -> None:
     assert heard.text == "".join(chr(32 + one) for one in heard.token_ids)
     assert heard.last["prompt_tokens"] == 3
     assert heard.last["completion_tokens"] == 9
+    timings_s = heard.emissions[-1].timings_s
+    assert list(timings_s) == ["queue", "prefill", "decode"]
+    assert all(seconds >= 0 for seconds in timings_s.values())
     driver.assert_nothing_held()
 
 

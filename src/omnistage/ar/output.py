@@ -85,6 +85,7 @@ class TokenOutput:
             data=output_data(self.modality, pieces, fields, tensors, more),
             final=final,
             finish_reason=ending.finish_reason if ending is not None else None,
+            timings_s=sequence.timings_s() if final else {},
         )
 
 

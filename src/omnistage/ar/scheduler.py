@@ -6,6 +6,7 @@ computed in chunks beside the decode steps of others, then it decodes until some
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -224,6 +225,8 @@ class TokenScheduler:
         assert sequence.text is not None
         assert self._description is not None
         sequence.token_ids.append(token)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = time.monotonic()
         logprobs = outcome.logprobs.get(sequence.key)
         entry = None
         if logprobs is not None and sequence.params.logprobs is not None:

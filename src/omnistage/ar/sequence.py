@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,10 @@ class TokenSequence:
     in_flight_samples: int = 0
     ending: Ending | None = None
 
+    arrived_s: float = field(default_factory=time.monotonic)
+    began_s: float | None = None
+    first_token_s: float | None = None
+
     def __post_init__(self) -> None:
         self.key = self.identity.key
         self.order = (-self.identity.priority, self.arrival)
@@ -115,9 +120,22 @@ class TokenSequence:
     def is_prefilling(self) -> bool:
         return not self.sampled and self.num_to_compute > 0
 
+    def timings_s(self) -> dict[str, float]:
+        """Seconds until its first step ("queue", preparing included), from there to its first token
+        ("prefill"), and since ("decode")."""
+        marks = [self.arrived_s, self.began_s, self.first_token_s, time.monotonic()]
+        names = ("queue", "prefill", "decode")
+        return {
+            name: later - earlier
+            for name, earlier, later in zip(names, marks, marks[1:], strict=False)
+            if earlier is not None and later is not None
+        }
+
     def was_planned(self, row: StepRow) -> None:
         """`row` is in a step now: what it says need not be said again."""
         self.begun = self.blocks_told = True
+        if self.began_s is None:
+            self.began_s = time.monotonic()
         self.told_incarnation = self.incarnation
         self.streamed |= bool(row.appended)
         self.new_input = []
