@@ -46,8 +46,8 @@ def add_model_flags(parser: CommandParser, *, model_optional: bool = False) -> N
         metavar="MODEL",
         nargs="?" if model_optional else None,
         default=DEFAULT_MODEL if model_optional else None,
-        help="a diffusers directory, a hub id, or omnistage/tiny-image, which comes along"
-        + (" (the default)" if model_optional else ""),
+        help="a directory of diffusers or transformers, a GGUF file, a hub id, or "
+        "omnistage/tiny-image, which comes along" + (" (the default)" if model_optional else ""),
     )
     placement = parser.add_argument_group(
         "deployment",
