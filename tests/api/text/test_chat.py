@@ -31,6 +31,7 @@ def data_events(body: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+@pytest.mark.invariant("ENTRY-INV-234")
 async def test_an_answer_in_one_piece(client: httpx.AsyncClient, engine: FakeTextEngine) -> None:
     response = await client.post(CHAT, json={**HELLO, "n": 2})
     assert response.status_code == 200, response.text

@@ -207,6 +207,7 @@ async def test_an_answer_with_calls_can_be_sent_back(tmp_path: Path) -> None:
     assert (tool["role"], tool["content"]) == ("tool", "rain")
 
 
+@pytest.mark.invariant("ENTRY-INV-232")
 async def test_demanded_calls_are_enforced_by_structure() -> None:
     engine = FakeTextEngine(script=lambda prompt, child: ['{"city": ', '"Rome"}'])
     async with openai_client(engine) as client:
@@ -257,6 +258,7 @@ async def test_thoughts_come_apart(tmp_path: Path, stream: bool) -> None:
     assert (reasoning, content) == ("well", "yes")
 
 
+@pytest.mark.invariant("ENTRY-INV-232")
 async def test_structured_formats() -> None:
     engine = FakeTextEngine(script=lambda prompt, child: ["{}"])
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -231,6 +231,7 @@ async def test_one_bad_prompt_of_several_ends_the_others() -> None:
     assert len(engine.aborted_ids) == 1
 
 
+@pytest.mark.invariant("ENTRY-INV-104")
 async def test_keys_guard_what_works_for_a_caller() -> None:
     async with open_client(FakeTextEngine(), ApiSettings(api_keys=("key",))) as client:
         for path in (CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"):

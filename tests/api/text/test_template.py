@@ -14,6 +14,8 @@ from omnistage.contracts.errors import ConfigurationError
 from tests.api.conftest import open_client
 from tests.api.fake_text_engine import FakeTextEngine
 
+pytestmark = pytest.mark.invariant("ENTRY-INV-233")
+
 QWEN3 = """{% if tools %}<tool_call>{"name"}</tool_call>{% endif %}
 {% if '</think>' in content %}{% endif %}
 {% if add_generation_prompt %}<|im_start|>assistant

@@ -22,6 +22,9 @@ from omnistage.api.text.tool_plan import (
     plan_tools,
     structured_format,
 )
+from omnistage.api.tts.base import Voices
+from omnistage.api.tts.checks import known_voice
+from omnistage.api.tts.registry import ADAPTERS
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.contracts.sampling import OmniTokenSamplingParams
 
@@ -75,7 +78,7 @@ async def plan_chat(context: AppContext, body: TextChatRequest) -> ChatPlan:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=one_structure(tools.structured, structured_format(body.response_format)),
         stream=bool(body.stream),
-        voice=body.audio.voice if body.audio else None,
+        voice=_voice(context, body),
     )
     params = params_by_stage(config, wishes)
     writer = params[writer_id]
@@ -95,6 +98,17 @@ async def plan_chat(context: AppContext, body: TextChatRequest) -> ChatPlan:
         audio_format=_audio_format(body) if speaks else None,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
     )
+
+
+def _voice(context: AppContext, body: TextChatRequest) -> str | None:
+    """As the checkpoint spells it, where the model's family says which voices there are."""
+    asked = body.audio.voice if body.audio else None
+    config = context.engine.config
+    for adapter in ADAPTERS:
+        voices = adapter.voices(config) if adapter.matches(config) else Voices()
+        if asked is not None and voices.names:
+            return known_voice(voices, asked)
+    return asked
 
 
 def _check_combinations(body: TextChatRequest) -> None:

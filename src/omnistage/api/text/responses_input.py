@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omnistage.api.protocol.chat_text import TextChatRequest
-from omnistage.api.protocol.responses import (
+from omnistage.api.protocol.response_items import (
     FunctionCallItem,
-    FunctionChoice,
     FunctionOutputItem,
     InputAudioItem,
     InputImage,
@@ -17,9 +16,8 @@ from omnistage.api.protocol.responses import (
     MessageItem,
     ReasoningItem,
     Refusal,
-    ResponsesRequest,
-    SchemaFormat,
 )
+from omnistage.api.protocol.responses import FunctionChoice, ResponsesRequest, SchemaFormat
 from omnistage.api.protocol.sampling import SamplingKnobs
 from omnistage.contracts.errors import InvalidRequestError, UnsupportedCombinationError
 
