@@ -99,7 +99,9 @@ class HandLoop:
             prompt=prompt, params=params, row=row, token_ids=list(prompt.token_ids)
         )
         with torch.inference_mode():
-            sequence.media = dict(enumerate(self.model.encode(prompt.media))) if prompt.media else {}
+            sequence.media = (
+                dict(enumerate(self.model.encode(prompt.media))) if prompt.media else {}
+            )
             self.model.begin(sequence)
         return sequence
 

@@ -9,6 +9,7 @@ from typing import Any
 from tests.checkpoints import checkpoint
 
 CHECKPOINT = "qwen3-omni"
+KINDS = ("image", "audio", "video")
 MAX_TOKENS = 10
 MAX_FRAMES = 20
 """Of the talker: tokens it may make, one more than frames."""
@@ -110,7 +111,7 @@ def processed(case: Case) -> Any:
     text = processor().apply_chat_template(
         messages(case), add_generation_prompt=True, tokenize=False
     )
-    given = {kind: [media(kind, i) for i in case.order(kind)] for kind in ("image", "audio", "video")}
+    given = {kind: [media(kind, i) for i in case.order(kind)] for kind in KINDS}
     arguments: dict[str, Any] = {
         name: given[kind]
         for kind, name in (("image", "images"), ("audio", "audio"), ("video", "videos"))
@@ -141,8 +142,8 @@ def expected(name: str, speaker: str = "ethan") -> Expected:
     case, inputs, whole = CASES[name], processed(CASES[name]), model()
     talked = []
     generate = whole.talker.generate
-    whole.talker.generate = lambda *args, **kwargs: talked.append(generate(*args, **kwargs)) or (
-        talked[-1]
+    whole.talker.generate = lambda *args, **kwargs: (
+        talked.append(generate(*args, **kwargs)) or (talked[-1])
     )
     try:
         sequences, _ = whole.generate(

@@ -13,12 +13,10 @@ from omnistage.models.qwen3_omni.pipeline import TALKER, THINKER, pipeline_confi
 from tests.checkpoints import checkpoint
 from tests.models.qwen3_omni import reference
 
-KINDS = ("image", "audio", "video")
-
 
 def given_media(case: reference.Case) -> dict[str, list[Any]]:
     """By kind, as many as the case names; the sound of a video that has one is the first."""
-    counts = {kind: max(case.order(kind), default=-1) + 1 for kind in KINDS}
+    counts = {kind: max(case.order(kind), default=-1) + 1 for kind in reference.KINDS}
     if case.sound_in_video:
         counts["audio"] = 1
     return {kind: [reference.media(kind, i) for i in range(n)] for kind, n in counts.items() if n}

@@ -11,9 +11,8 @@ from tests.models.qwen3_omni.requests import omni_prompt
 
 LOUD_RMS = 0.05
 WORST_OF_PEAK = 1e-5
-THINKER = OmniTokenSamplingParams(
-    temperature=0.0, max_tokens=reference.MAX_TOKENS, ignore_eos=True
-)
+THINKER_STAGE, TALKER_STAGE = 0, 1
+THINKER = OmniTokenSamplingParams(temperature=0.0, max_tokens=reference.MAX_TOKENS, ignore_eos=True)
 TALKER = OmniTokenSamplingParams(
     temperature=0.0, repetition_penalty=1.0, max_tokens=reference.MAX_FRAMES
 )
@@ -21,12 +20,7 @@ PARAMS = [THINKER, TALKER, GenericParams()]
 
 SETTINGS = {
     "as it comes": {},
-    "small chunks, few blocks": {
-        "max_num_batched_tokens": 48,
-        "max_num_seqs": 4,
-        "block_size": 16,
-        "kv_cache_gib": 560 * 3072 / 2**30,
-    },
+    "chunks that cut media": {"max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 16},
     "no prefix cache, no async chunk": {"enable_prefix_caching": False, "async_chunk": False},
 }
 
@@ -57,8 +51,8 @@ def assert_sounds_like(output, waveform, name):
     assert worst <= WORST_OF_PEAK * float(np.abs(theirs).max()), (name, worst)
 
 
-@pytest.mark.invariant("OMNIA-INV-001")
-@pytest.mark.invariant("OMNIA-INV-002")
+@pytest.mark.invariant("QWEN-OMNI-INV-001")
+@pytest.mark.invariant("QWEN-OMNI-INV-002")
 def test_all_kinds_of_input_at_once_equal_generate_twice(omni):
     """The second time prompts come from the prefix cache where there is one."""
     prompts = [omni_prompt(case) for case in reference.CASES.values()]
@@ -66,6 +60,39 @@ def test_all_kinds_of_input_at_once_equal_generate_twice(omni):
         outputs = omni.generate(prompts, sampling_params_list=PARAMS, use_tqdm=False)
         for name, output in zip(reference.CASES, outputs, strict=True):
             assert_as_expected(output, name)
+    hits = token_stats(omni, THINKER_STAGE)["prefix_hits"]
+    cached = omni.config.stages[THINKER_STAGE].enable_prefix_caching
+    assert hits > 20 if cached else hits == 0
+
+
+@pytest.mark.invariant("QWEN-OMNI-INV-003")
+def test_preempted_thinkers_and_talkers_make_the_same():
+    from omnistage import Omni
+
+    names = ["text", "image", "audio", "image and audio"]
+    few_blocks = {
+        THINKER_STAGE: {"kv_cache_gib": 200 * 640 / 2**30},
+        TALKER_STAGE: {"kv_cache_gib": 160 * 384 / 2**30},
+    }
+    with Omni(
+        str(checkpoint(reference.CHECKPOINT)),
+        process="inline",
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        block_size=4,
+        max_model_len=120,
+        stage_overrides=few_blocks,
+    ) as omni:
+        prompts = [omni_prompt(reference.CASES[name]) for name in names]
+        outputs = omni.generate(prompts, sampling_params_list=PARAMS, use_tqdm=False)
+        for name, output in zip(names, outputs, strict=True):
+            assert_as_expected(output, name)
+        for stage in few_blocks:
+            assert token_stats(omni, stage)["preemptions"] > 0, stage
+
+
+def token_stats(omni, stage):
+    return omni._run(omni._engine.call_stage(stage, "token_stats"))
 
 
 def test_text_alone_makes_no_sound(omni):
@@ -81,9 +108,7 @@ def test_sampled_speech_follows_from_its_seed(omni):
     import numpy as np
 
     def speak(*seeds):
-        params = [
-            [THINKER, _sampled(seed), GenericParams()] for seed in seeds
-        ]
+        params = [[THINKER, _sampled(seed), GenericParams()] for seed in seeds]
         prompts = [omni_prompt(reference.CASES["text"])] * len(seeds)
         found = [
             omni.generate(prompt, sampling_params_list=one, use_tqdm=False)[0]

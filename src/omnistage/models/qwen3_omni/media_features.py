@@ -95,7 +95,5 @@ def _deepstack(
     mask[torch.from_numpy(at)] = True
     return {
         "visual_pos_masks": mask.to(embeds.device).unsqueeze(0),
-        "deepstack_visual_embeds": [
-            torch.cat(layers)[order] for layers in zip(*seen, strict=True)
-        ],
+        "deepstack_visual_embeds": [torch.cat(layers)[order] for layers in zip(*seen, strict=True)],
     }

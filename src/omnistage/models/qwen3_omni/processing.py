@@ -25,8 +25,8 @@ ROPE = ("image_grid_thw", "video_grid_thw", "video_second_per_grid", "audio_feat
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProcessedMedia:
-    """token_ids stand in the prompt in the place of the item's one placeholder; a video's with sound
-    hold its sound's too. `tensors` are the processor's, for this item alone."""
+    """token_ids stand in the prompt in the place of the item's one placeholder; those of a video
+    with sound hold its sound's too. `tensors` are the processor's, for this item alone."""
 
     token_ids: list[int]
     tensors: dict[str, torch.Tensor]
@@ -43,10 +43,12 @@ class MediaProcessor:
         self._cache = cache
         settings = processor.to_dict()
         self._settings = json.dumps(settings, sort_keys=True, default=str).encode()
+        vision = processor.vision_bos_token, processor.vision_eos_token
+        audio = processor.audio_bos_token, processor.audio_eos_token
         self._marks = {
-            "image": (processor.vision_bos_token, processor.image_token, processor.vision_eos_token),
-            "audio": (processor.audio_bos_token, processor.audio_token, processor.audio_eos_token),
-            "video": (processor.vision_bos_token, processor.video_token, processor.vision_eos_token),
+            "image": (vision[0], processor.image_token, vision[1]),
+            "audio": (audio[0], processor.audio_token, audio[1]),
+            "video": (vision[0], processor.video_token, vision[1]),
         }
         self._rate_hz = int(processor.feature_extractor.sampling_rate)
 

@@ -204,8 +204,8 @@ class TalkerModel:
 
 
 def project_text(module: Any, embeddings: torch.Tensor) -> torch.Tensor:
-    """(V, thinker_hidden_size) → (V, hidden_size) on the module's device: the talker's view of every
-    text id, so that no step computes it and half the memory does."""
+    """(V, thinker_hidden_size) → (V, hidden_size) on the module's device: the talker's view of
+    every text id, so that no step computes it and half the memory does."""
     import torch
 
     parts = embeddings.split(PROJECTED_AT_ONCE)

@@ -27,15 +27,15 @@ LOOKAHEAD = 3
 """Answer ids that decode step 0 waits for: the prompt's, its own, and one that shows that its own
 is not the last."""
 EXTRA_ARGS = ("voice", "speaker")
-"""A name of the checkpoint's `speaker_id`, in any case; `speaker` is what `transformers` calls it."""
+"""A name of the checkpoint's `speaker_id`, in any case; transformers calls it `speaker`."""
 
 
 @dataclass(slots=True, eq=False)
 class AnswerText:
-    """The answer's ids as they arrive: `tail` are those of the prompt behind the header, `generated`
-    the thinker's. The first of them all stands in the talker's prompt; decode step k adds number
-    k + 1, and the end mark after the last but one: the thinker's last token is its end, and one that
-    was cut off by a limit is not spoken by `transformers` either."""
+    """The answer's ids as they arrive: `tail` are those of the prompt behind the header,
+    `generated` the thinker's. The first of them all stands in the talker's prompt; decode step k
+    adds number k + 1, and the end mark after the last but one: the thinker's last token is its end,
+    and one that a limit cut off is not spoken by `transformers` either."""
 
     tail: list[int]
     generated: list[int] = field(default_factory=list)

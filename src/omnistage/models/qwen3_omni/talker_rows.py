@@ -26,8 +26,9 @@ class Saved:
 
 class TalkerRows:
     """hidden (rows, hidden_size): what the row's last token was sampled from. codes (rows, groups)
-    int64: the last frame. steps (rows,) int64: decode steps made. Texts and frames are kept for `capacity` decode steps a row; behind the
-    known text a row reads `pad_id`. `hidden_like` gives dtype, device and hidden_size."""
+    int64: the last frame. steps (rows,) int64: decode steps made. Texts and frames are kept for
+    `capacity` decode steps a row; behind the known text a row reads `pad_id`. `hidden_like` gives
+    dtype, device and hidden_size."""
 
     def __init__(
         self, *, rows: int, capacity: int, groups: int, hidden_like: torch.Tensor, pad_id: int
@@ -59,7 +60,7 @@ class TalkerRows:
             self._frames[row, : len(saved.frames)] = saved.frames
 
     def write_text(self, row: int, first: int, ids: list[int]) -> None:
-        """Text ids for decode steps from `first` on; what lies beyond the capacity is never read."""
+        """Text ids for decode steps from `first` on; beyond the capacity nothing is read."""
         import torch
 
         known = torch.tensor(ids[: max(0, self._capacity - 1 - first)], dtype=torch.int64)
