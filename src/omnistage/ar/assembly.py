@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from omnistage.ar import gate
+from omnistage.ar.cpu_weights import pack_linears
 from omnistage.ar.graphs import DecodeGraphs, graph_sizes
 from omnistage.ar.kv_cache import DeviceMemory, KVCache, cache_bytes, plan_cache, token_bytes
 from omnistage.ar.model import TokenModel
@@ -17,6 +19,7 @@ from omnistage.ar.payloads import HostCopier
 from omnistage.ar.running import SequenceTable
 from omnistage.ar.sampling.row_state import SamplerState
 from omnistage.ar.sampling.sampler import Sampler
+from omnistage.ar.step_clock import StepClock
 from omnistage.ar.step_input import DecodeInput
 from omnistage.ar.step_runner import StepRunner
 from omnistage.attention.paged import PagedBackend
@@ -36,6 +39,8 @@ class Assembly:
     runner: StepRunner
     sequences: SequenceTable
     copier: HostCopier
+    clock: StepClock
+    graphs: Callable[[], dict[str, Any]]
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,6 +85,8 @@ def assemble(
         runner=runner,
         sequences=SequenceTable(model, state, step_input, max_num_seqs=options.max_num_seqs),
         copier=HostCopier(device),
+        clock=StepClock(device),
+        graphs=getattr(runner.decode_forward, "describe", dict),
         notes=notes,
     )
 
@@ -97,11 +104,15 @@ def prepare_weights(
     model: TokenModel, options: TokenOptions, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Module surgery that keeps the mathematics, where `fuse_layers` allows it."""
-    if device != "cpu" and options.fuse_layers and not options.enforce_eager:
-        from omnistage.ar.surgery import fuse_for_gpu
+    if not options.fuse_layers:
+        return {}
+    if device == "cpu":
+        return {"packed_layers": pack_linears(model.module)}
+    if options.enforce_eager:
+        return {}
+    from omnistage.ar.surgery import fuse_for_gpu
 
-        return fuse_for_gpu(model)
-    return {}
+    return fuse_for_gpu(model)
 
 
 def capture_decoding(

@@ -7,7 +7,7 @@ Imported only where a model is prepared for a GPU: the definitions are torch's, 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 MOST_EXPERT_TOKENS = 256
 """Up to here reading each chosen expert once wins; beyond, `transformers`' grouped products do."""
@@ -41,6 +41,8 @@ def few_token_experts(
     """The sum over a token's experts of `down(silu(gate(x)) * up(x)) * score`: x (T, hidden),
     experts and scores (T, k), gate_up (E, 2 * inner, hidden), down (E, hidden, inner) → (T, hidden)
     """
+    if not x.is_cuda:
+        return _experts_in_torch(x, experts, scores, gate_up, down)
     from omnistage.ar import triton_experts
 
     if x.shape[0] > MOST_EXPERT_TOKENS:
@@ -57,3 +59,16 @@ def _experts_shape(
     down: torch.Tensor,
 ) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+def _experts_in_torch(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """Where there is no kernel, for small models only: gathers the weights of each pair."""
+    gate, up = torch.einsum("tkih,th->tki", gate_up[experts], x).chunk(2, dim=-1)
+    out = torch.einsum("tkhi,tki->tkh", down[experts], silu(gate) * up)
+    return (out * scores.unsqueeze(-1)).sum(1)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from omnistage.ar.assembly import Assembly
     from omnistage.ar.payloads import HostCopy
     from omnistage.ar.running import Running
-    from omnistage.ar.step_runner import LiveRow
+    from omnistage.ar.step_runner import LiveRow, StepResult
     from omnistage.config.resolved import ResolvedStage
 
 MEDIA_CACHE_BYTES = 1 << 30
@@ -136,7 +136,7 @@ class TokenExecutor:
                 self._parts.sequences.release(key)
 
     def control(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Methods "tokenize" (a request's fields), "detokenize" ("tokens"), "token_stats"."""
+        """Methods "tokenize" (a request's fields), "detokenize" ("tokens"), "executor_stats"."""
         model = self._loaded.model
         if method == "tokenize":
             return self._tokenize(arguments)
@@ -144,8 +144,10 @@ class TokenExecutor:
             if model.tokenizer is None:
                 raise InvalidRequestError("this stage has no tokenizer")
             return {"prompt": model.tokenizer.decode(arguments["tokens"])}
-        if method == "token_stats":
+        if method == "executor_stats":
             return {
+                **self._loaded.clock.describe(),
+                **self._loaded.graphs(),
                 "running_sequences": len(self._loaded.sequences),
                 "steps": self._steps,
                 "tokens": self._tokens,
@@ -239,7 +241,7 @@ class TokenExecutor:
                 rows.append((row, self._loaded.sequences.take_in(row)))
             except OmniError as error:
                 errors[row.identity.key] = error
-        result = self._loaded.runner.run(rows) if rows else None
+        result = self._run(rows) if rows else None
         sampled = [(row.identity.key, live) for row, live in rows if row.samples]
         tokens = None if result is None else self._loaded.copier.at_once(host_part(result))
         send_payloads(self._loaded, self._options.output_modality, rows, result, context)
@@ -247,6 +249,14 @@ class TokenExecutor:
             _InFlight(number=plan.number, sampled=sampled, tokens=tokens, errors=errors)
         )
         self._steps += 1
+
+    def _run(self, rows: list[LiveRow]) -> StepResult | None:
+        """Timed on the device. Without a lag every step begins when its predecessor was read."""
+        clock = self._loaded.clock
+        began, follows = clock.begin(), bool(self._in_flight) or self._lag == 0
+        result = self._loaded.runner.run(rows)
+        clock.end(began, follows=follows)
+        return result
 
     def _collect(self, keep: int) -> list[StepOutcome]:
         """The outcomes of all steps in flight but the last `keep`."""
