@@ -12,6 +12,14 @@ from omnistage.api.tools.json_call import CallScanner
 from omnistage.contracts.errors import UnsupportedCombinationError
 
 _ANY_OBJECT = {"type": "object"}
+_COMPACT = {
+    "x-guidance": {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    }
+}
+"""An option of llguidance's schemas: a call has no white space that a model could get lost in."""
 
 
 def parameters_schema(function: FunctionDefinition) -> dict[str, Any]:
@@ -20,14 +28,15 @@ def parameters_schema(function: FunctionDefinition) -> dict[str, Any]:
 
 def named_schema(function: FunctionDefinition) -> str:
     """The text is the arguments of this function."""
-    return json.dumps(parameters_schema(function))
+    return json.dumps({**parameters_schema(function), **_COMPACT})
 
 
 def required_schema(functions: Sequence[FunctionDefinition], *, parallel: bool) -> str:
     """The text is a list of calls, at least one, at most one unless `parallel`."""
     definitions: dict[str, Any] = {}
     calls = [_call_schema(function, definitions) for function in functions]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    items = {"anyOf": calls}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items, **_COMPACT}
     if not parallel:
         schema["maxItems"] = 1
     if definitions:
