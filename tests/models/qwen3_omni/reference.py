@@ -136,10 +136,23 @@ def sound_in_video() -> dict[str, Any]:
 
 @cache
 def expected(name: str, speaker: str = "ethan") -> Expected:
+    case = CASES[name]
+    return generated(processed(case), speaker, case.sound_in_video)
+
+
+def prompt_inputs(token_ids: list[int]) -> dict[str, Any]:
+    """What `generate` takes, of text alone."""
+    import torch
+
+    ids = torch.tensor([token_ids])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def generated(inputs: Any, speaker: str = "ethan", sound_in_video: bool = False) -> Expected:
     """Greedy, without ends: the thinker's is ignored, the talker's cannot be."""
     import torch
 
-    case, inputs, whole = CASES[name], processed(CASES[name]), model()
+    whole = model()
     talked = []
     generate = whole.talker.generate
     whole.talker.generate = lambda *args, **kwargs: (
@@ -149,7 +162,7 @@ def expected(name: str, speaker: str = "ethan") -> Expected:
         sequences, _ = whole.generate(
             **inputs,
             speaker=speaker,
-            use_audio_in_video=case.sound_in_video,
+            use_audio_in_video=sound_in_video,
             thinker_max_new_tokens=MAX_TOKENS,
             thinker_eos_token_id=None,
             thinker_do_sample=False,

@@ -127,6 +127,22 @@ def _sampled(seed):
     )
 
 
+def test_an_answer_of_one_token_is_spoken(omni):
+    """`transformers` fails on it."""
+    import numpy as np
+
+    first = reference.expected("text").text_ids[0]
+    thinker = OmniTokenSamplingParams(temperature=0.0, stop_token_ids=[first])
+    (output,) = omni.generate(
+        omni_prompt(reference.CASES["text"]),
+        sampling_params_list=[thinker, TALKER, GenericParams()],
+        use_tqdm=False,
+    )
+    assert output.error is None
+    assert output.outputs[0].token_ids == [first]
+    assert np.isfinite(output.audio).all()
+
+
 def test_an_unknown_voice_is_refused(omni):
     talker = OmniTokenSamplingParams(temperature=0.0, extra_args={"voice": "nobody"})
     (output,) = omni.generate(
