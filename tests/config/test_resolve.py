@@ -81,6 +81,7 @@ TOKEN_SAMPLES: dict[str, tuple[Any, str, Any]] = {
     "enable_chunked_prefill": (False, "enable_chunked_prefill", False),
     "async_chunk": (False, "async_chunk", False),
     "fuse_layers": (False, "fuse_layers", False),
+    "async_scheduling": (False, "async_scheduling", False),
 }
 
 SAMPLES: dict[str, tuple[Any, str, Any]] = {

@@ -64,7 +64,8 @@ class _InFlight:
 
 
 class TokenExecutor:
-    """See `Executor`. `lag` None: 1 on a GPU, 0 on a CPU, where nothing would be gained."""
+    """See `Executor`. `lag` None: 1 on a GPU with `async_scheduling`, 0 on a CPU, where nothing
+    would be gained."""
 
     def __init__(
         self, stage: ResolvedStage, rank: int, world_size: int, *, lag: int | None = None
@@ -76,7 +77,8 @@ class TokenExecutor:
         self._stage = stage
         self._options: TokenOptions = read_token_options(stage)
         self._device = stage.devices[rank]
-        self._lag = (0 if self._device == "cpu" else 1) if lag is None else lag
+        overlaps = self._device != "cpu" and self._options.async_scheduling
+        self._lag = int(overlaps) if lag is None else lag
         self._media = MediaCache(MEDIA_CACHE_BYTES)
         self._in_flight: deque[_InFlight] = deque()
         self._parts: Assembly | None = None

@@ -48,6 +48,7 @@ class TokenOptions:
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
     async_chunk: bool
+    async_scheduling: bool
     fuse_layers: bool
     enforce_eager: bool
     default_sampling_params: dict[str, Any]

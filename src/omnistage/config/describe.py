@@ -18,7 +18,7 @@ _DETAILS = (
     ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output"),
     ("max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "async_chunk"),
     ("kv_cache_gib", "gpu_memory_utilization", "block_size", "enable_prefix_caching"),
-    ("fuse_layers",),
+    ("fuse_layers", "async_scheduling"),
     ("init_timeout_s", "heartbeat_timeout_s"),
 )
 

@@ -107,6 +107,7 @@ class ResolvedStage:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_chunk: bool = True
+    async_scheduling: bool = True
     fuse_layers: bool = True
     init_timeout_s: float = 300.0
     heartbeat_timeout_s: float = 30.0

@@ -121,6 +121,10 @@ STAGE_KEYS = {
     "async_chunk": Key(
         type=bool, meaning="start on partial input from the stage before; off: wait for all of it"
     ),
+    "async_scheduling": Key(
+        type=bool,
+        meaning="token stages on a GPU: plan a step before the tokens of the last one are read",
+    ),
     "fuse_layers": Key(type=bool, meaning="tokens: fuse projections and compile blocks on a GPU"),
     "init_timeout": Key(
         type=Seconds, meaning="seconds a replica may take to load", attribute="init_timeout_s"
@@ -152,6 +156,7 @@ STAGE_KEYS = {
 
 DIFFUSION_KEYS = ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output")
 TOKEN_KEYS = (
+    "async_scheduling",
     "max_num_batched_tokens",
     "max_model_len",
     "gpu_memory_utilization",
