@@ -148,7 +148,12 @@ def prompt_inputs(token_ids: list[int]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def generated(inputs: Any, speaker: str = "ethan", sound_in_video: bool = False) -> Expected:
+def generated(
+    inputs: Any,
+    speaker: str = "ethan",
+    sound_in_video: bool = False,
+    repetition_penalty: float = 1.0,
+) -> Expected:
     """Greedy, without ends: the thinker's is ignored, the talker's cannot be."""
     import torch
 
@@ -168,7 +173,7 @@ def generated(inputs: Any, speaker: str = "ethan", sound_in_video: bool = False)
             thinker_do_sample=False,
             talker_max_new_tokens=MAX_FRAMES,
             talker_do_sample=False,
-            talker_repetition_penalty=1.0,
+            talker_repetition_penalty=repetition_penalty,
         )
     finally:
         del whole.talker.generate

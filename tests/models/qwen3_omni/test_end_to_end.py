@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from omnistage.contracts.sampling import GenericParams, OmniTokenSamplingParams
 from tests.checkpoints import checkpoint
@@ -125,6 +126,22 @@ def _sampled(seed):
     return OmniTokenSamplingParams(
         temperature=0.9, top_k=50, max_tokens=reference.MAX_FRAMES, seed=seed, ignore_eos=True
     )
+
+
+@pytest.mark.invariant("QWEN-OMNI-INV-001")
+def test_a_repetition_penalty_counts_what_the_talker_made(omni):
+    penalty = 3.0
+    expected = reference.generated(
+        reference.processed(reference.CASES["image"]), repetition_penalty=penalty
+    )
+    assert not expected.codes.equal(reference.expected("image").codes)
+    talker = replace(TALKER, repetition_penalty=penalty)
+    (output,) = omni.generate(
+        omni_prompt(reference.CASES["image"]),
+        sampling_params_list=[THINKER, talker, GenericParams()],
+        use_tqdm=False,
+    )
+    assert_sounds_like(output, expected.waveform, "image")
 
 
 def test_an_answer_of_one_token_is_spoken(omni):
