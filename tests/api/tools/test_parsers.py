@@ -76,6 +76,8 @@ PIECES = [
     '"name"',
     '"arguments"',
     '"weather"',
+    '{"name": "weather"',
+    '<tool_call>{"name": "weather", "arguments": {',
     '{"name": "weather", "arguments": {"city": "Paris"}}',
     '{"arguments": {"a": [1, "}"]}, "name": "weather"}',
     "Hello",
@@ -147,8 +149,9 @@ def test_hermes_arguments_in_other_clothes() -> None:
 @pytest.mark.parametrize(
     "text", ["<tool_call>nonsense</tool_call>", "<tool_call>", '<tool_call>{"a', "a < b <tool"]
 )
-def test_what_is_no_call_is_content(text: str) -> None:
-    assert read(MAKERS["hermes"], [text]) == {"content": text, "reasoning": "", "calls": []}
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    assert read(MAKERS[name], [text]) == {"content": text, "reasoning": "", "calls": []}
 
 
 def test_xml_values_have_their_schemas_types() -> None:

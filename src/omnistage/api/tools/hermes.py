@@ -47,11 +47,12 @@ class HermesParser:
     def _advance(self, events: list[ToolEvent]) -> bool:
         """One step; False when more text is needed."""
         if self._scanner is None:
-            content, self._pending, found = self._outside.split(self._pending)
+            content, self._pending, marker = self._outside.split(self._pending)
             events += self._content(content)
-            if found:
-                self._scanner, self._body, self._started = CallScanner(), "", False
-            return found
+            if marker is None:
+                return False
+            self._scanner, self._body, self._started = CallScanner(), "", False
+            return True
         if not self._scanner.done and not self._scanner.broken:
             return self._scan(events, self._scanner)
         return self._close(events)

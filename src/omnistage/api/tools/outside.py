@@ -13,17 +13,17 @@ class OutsideText:
         self._markers = markers
         self._keep = keep
 
-    def split(self, text: str) -> tuple[str, str, bool]:
-        """(content, what is left, whether a call begins there). The marker is taken, unless it is
-        one of `keep`."""
+    def split(self, text: str) -> tuple[str, str, str | None]:
+        """(content, what is left, the marker of the call that begins there). The marker is taken,
+        unless it is one of `keep`."""
         found = first_of(text, *self._markers)
         if found is None:
             safe = len(text) - held_back(text, *self._markers)
             kept = text[:safe].rstrip()
-            return kept, text[len(kept) :], False
+            return kept, text[len(kept) :], None
         start, marker = found
         rest = start if marker in self._keep else start + len(marker)
-        return text[:start].rstrip(), text[rest:], True
+        return text[:start].rstrip(), text[rest:], marker
 
     @staticmethod
     def finish(text: str, *, after_calls: bool) -> list[ToolEvent]:

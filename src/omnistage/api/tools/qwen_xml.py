@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from omnistage.api.text.markers import first_of, held_back
+from omnistage.api.text.markers import first_of
 from omnistage.api.tools.base import (
     CallArguments,
     CallStart,
@@ -60,6 +60,7 @@ class QwenXmlParser:
         self._pending = ""
         self._outside = OutsideText(OPEN, FUNCTION, keep=(FUNCTION,))
         self._inside = False
+        self._tag = ""
         self._function: str | None = None
         self._wrote = False
         self._calls = 0
@@ -73,45 +74,48 @@ class QwenXmlParser:
 
     def finish(self) -> list[ToolEvent]:
         """A call that was cut off keeps the parameters that were whole."""
-        if self._inside:
+        if self._inside and self._function is not None:
             return []
-        return self._outside.finish(self._pending, after_calls=self._calls > 0)
+        rest = self._unused() + self._pending
+        return self._outside.finish(rest, after_calls=self._calls > 0)
 
     def _advance(self, events: list[ToolEvent]) -> bool:
         if not self._inside:
-            content, self._pending, self._inside = self._outside.split(self._pending)
+            content, self._pending, marker = self._outside.split(self._pending)
             if content:
                 events.append(Content(content))
+            self._inside, self._tag = marker is not None, OPEN if marker == OPEN else ""
             return self._inside
         if self._function is None:
             return self._between(events)
         return self._within(events)
 
     def _between(self, events: list[ToolEvent]) -> bool:
-        found = first_of(self._pending, FUNCTION, CLOSE, OPEN)
-        if found is None:
-            if self._pending.strip() and not held_back(self._pending, FUNCTION, CLOSE, OPEN):
-                return self._leave(self._pending)
+        """Between the outer tag, functions and the closing tag: anything else ends the block."""
+        rest = self._pending.lstrip()
+        if rest != CLOSE and any(marker.startswith(rest) for marker in (FUNCTION, CLOSE)):
             return False
-        start, marker = found
-        if self._pending[:start].strip():
-            return self._leave(self._pending)
-        if marker != FUNCTION:
-            return self._leave(self._pending[start + (len(marker) if marker == CLOSE else 0) :])
-        name_end = self._pending.find(">", start)
-        if name_end < 0:
-            return False
-        self._begin(self._pending[start + len(FUNCTION) : name_end].strip(' "'), events)
-        self._pending = self._pending[name_end + 1 :]
+        if rest.startswith(FUNCTION):
+            name_end = rest.find(">")
+            if name_end < 0:
+                return False
+            self._pending = rest[name_end + 1 :]
+            self._begin(rest[len(FUNCTION) : name_end].strip(' "'), events)
+            return True
+        unused = self._unused()
+        if not unused and rest.startswith(CLOSE):
+            self._pending = rest[len(CLOSE) :]
+        elif unused:
+            events.append(Content(unused))
+        self._inside = False
         return True
 
-    def _leave(self, rest: str) -> bool:
-        self._inside = False
-        self._pending = rest
-        return True
+    def _unused(self) -> str:
+        """The outer tag of a block without a function, which is no call but content."""
+        return self._tag if self._inside else ""
 
     def _begin(self, name: str, events: list[ToolEvent]) -> None:
-        self._function, self._wrote = name, False
+        self._function, self._wrote, self._tag = name, False, ""
         self._calls += 1
         if self._reported:
             events.append(CallStart(self._calls - 1, self._new_id(), name))
