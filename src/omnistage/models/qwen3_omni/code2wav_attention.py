@@ -4,6 +4,7 @@ sees are carried on, in place of a cache that grows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.generation.causal_convs import CausalConvs, StreamStep
@@ -25,6 +26,8 @@ class WindowedAttention:
         self.window: int = config.sliding_window
         self._convs = convs
         self._transformer = module.pre_transformer
+        taken = signature(type(self._transformer).forward).parameters
+        self._cache_name = "cache" if "cache" in taken else "past_key_values"
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, self.window - 1, head_dim)
@@ -69,7 +72,7 @@ class WindowedAttention:
             **kwargs,
             "position_ids": positions,
             "attention_mask": {"sliding_attention": mask, "full_attention": mask},
-            "cache": _Window(step),
+            self._cache_name: _Window(step),
         }
 
 
