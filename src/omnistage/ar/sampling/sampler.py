@@ -76,8 +76,8 @@ class Sampler:
         features: SamplingFeatures,
         bitmask: torch.Tensor | None,
     ) -> SampledTokens:
-        logits = logits.float()
-        floats, integers = self.state.of_rows(rows)
+        if not _fuses(logits, features) or features.changes_logits or _asks(features):
+            logits = logits.float()
         allowed = logits
         if features.changes_logits:
             allowed = self._constrained(logits, rows, positions, features, bitmask)
@@ -86,13 +86,11 @@ class Sampler:
         if features.changes_logits:
             finite = finite & logits.amax(1).isfinite()
         if not features.greedy_only:
-            keys = step_keys(integers["seed"], positions)
-            drawn = self._draw(allowed, best, keys, floats, integers["top_k"], features)
-            tokens = torch.where(floats["temperature"] > 0, drawn, tokens)
+            draw = self._draw_fused if _fuses(logits, features) else self._draw_eager
+            tokens = draw(allowed, best, tokens, rows, positions, features)
         if features.penalties:
             self.state.count(rows, tokens)
-        asked = features.logprobs != NO_LOGPROBS
-        logprobs = logprobs_of(logits, tokens, features.logprobs) if asked else None
+        logprobs = logprobs_of(logits, tokens, features.logprobs) if _asks(features) else None
         return SampledTokens(tokens=tokens, finite=finite, logprobs=logprobs)
 
     def _constrained(
@@ -128,6 +126,39 @@ class Sampler:
             logits = constraints.apply_bitmask(logits, bitmask)
         return logits
 
+    def _draw_fused(
+        self,
+        allowed: torch.Tensor,
+        best: torch.Tensor,
+        greedy: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        features: SamplingFeatures,
+    ) -> torch.Tensor:
+        """(R,) int64: `greedy` where the temperature is 0, else drawn from the whole vocabulary."""
+        from omnistage.ar.sampling.triton_draw import draw
+        from omnistage.ar.sampling.triton_threshold import ordered_thresholds
+
+        found = None
+        if features.sorts:
+            found = ordered_thresholds(allowed, best, rows, self.state)
+        return draw(allowed, best, greedy, rows, positions, self.state, thresholds=found)
+
+    def _draw_eager(
+        self,
+        allowed: torch.Tensor,
+        best: torch.Tensor,
+        greedy: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        features: SamplingFeatures,
+    ) -> torch.Tensor:
+        """As `_draw_fused`, for any device, and from candidates where the features have them."""
+        floats, integers = self.state.of_rows(rows)
+        keys = step_keys(integers["seed"], positions)
+        drawn = self._draw(allowed, best, keys, floats, integers["top_k"], features)
+        return torch.where(floats["temperature"] > 0, drawn, greedy)
+
     def _draw(
         self,
         allowed: torch.Tensor,
@@ -151,6 +182,16 @@ class Sampler:
             weights = torch.where(scaled >= threshold.unsqueeze(1), weights, 0.0)
         winner = weights.div_(exponential_noise(keys, hashes)).max(1).indices
         return winner if ids is None else ids.gather(1, winner.unsqueeze(1)).squeeze(1)
+
+
+def _fuses(logits: torch.Tensor, features: SamplingFeatures) -> bool:
+    """Whether kernels of our own draw: on CUDA, from the whole vocabulary."""
+    draws_from_all = not features.greedy_only and not features.candidates
+    return logits.device.type == "cuda" and draws_from_all
+
+
+def _asks(features: SamplingFeatures) -> bool:
+    return features.logprobs != NO_LOGPROBS
 
 
 def _rows_at_once(logits: torch.Tensor, features: SamplingFeatures) -> int:
