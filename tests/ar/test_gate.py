@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from omnistage.ar import gate
 from omnistage.ar.causal_lm import CausalLM
+from omnistage.ar.gate_probe import dtype_of
 from omnistage.attention.paged import NAME, register
 from omnistage.attention.paged_torch import TorchPagedBackend
 from omnistage.contracts.errors import UnsupportedCombinationError
@@ -36,7 +37,7 @@ def load(family: str, dtype: torch.dtype = torch.float32) -> CausalLM:
 
 def deviation(model: CausalLM, reference: list[torch.Tensor] | None = None) -> float:
     reference = reference or gate.reference_logits(model)
-    return gate.check_packed(model, reference, TorchPagedBackend(), gate.dtype_of(model))
+    return gate.check_packed(model, reference, TorchPagedBackend(), dtype_of(model))
 
 
 @pytest.mark.invariant("AR-INV-203")

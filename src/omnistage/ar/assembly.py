@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omnistage.ar import gate
+from omnistage.ar import gate, gate_probe
 from omnistage.ar.cpu_weights import pack_linears
 from omnistage.ar.graphs import DecodeGraphs, graph_sizes
 from omnistage.ar.kv_cache import DeviceMemory, KVCache, cache_bytes, plan_cache, token_bytes
@@ -50,7 +50,7 @@ def assemble(
     """Raises `UnsupportedCombinationError` for a model that the gate refuses, `ConfigurationError`
     for a cache that does not fit."""
     backend = make_backend(device)
-    dtype = gate.dtype_of(model)
+    dtype = gate_probe.dtype_of(model)
     report("trying packed batches", None)
     reference = gate.reference_logits(model)
     notes = prepare_weights(model, options, device, dtype)
@@ -144,7 +144,9 @@ def measure(
     platform = platform_of(device)
     platform.peak_memory_mb(device, reset=True)
     before = platform.memory_stats(device).allocated_bytes
-    gate.run_widest(model, backend, dtype, options.max_num_batched_tokens, options.max_num_seqs)
+    gate_probe.run_widest(
+        model, backend, dtype, options.max_num_batched_tokens, options.max_num_seqs
+    )
     platform.synchronize(device)
     step_bytes = platform.memory_stats(device).peak_bytes - before
     platform.empty_cache(device)

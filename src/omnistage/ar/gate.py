@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from omnistage.ar.cache_spec import LayerSpec
+from omnistage.ar.gate_probe import (
+    BLOCK_SIZE,
+    LENGTHS,
+    device_of,
+    paged_step,
+    probe_chunks,
+    probe_sequences,
+    run_forward,
+)
 from omnistage.ar.kv_cache import CachePlan, KVCache
-from omnistage.ar.model import Chunk, ModelBatch, RunningSequence
-from omnistage.ar.prompt import PreparedPrompt
-from omnistage.attention.paged import NAME, PagedBackend, PagedKV, PagedStep, running
+from omnistage.ar.model import Chunk
+from omnistage.attention.paged import NAME, PagedBackend, PagedStep
 from omnistage.contracts.errors import OmniError, UnsupportedCombinationError
-from omnistage.contracts.sampling import OmniTokenSamplingParams
 
 if TYPE_CHECKING:
     from omnistage.ar.model import TokenModel
 
-LENGTHS = (11, 7, 13)
-"""Tokens of the probe sequences."""
 STEPS = (((0, 0, 6), (1, 0, 7)), ((2, 0, 5), (0, 6, 4)), ((0, 10, 1), (2, 5, 7)), ((2, 12, 1),))
 """By step, (sequence, first position, count): chunks cut at odd places beside decode steps."""
-BLOCK_SIZE = 4
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Of the root mean square of the difference to that of the logits. A leak between sequences, or
 a layer that sees other keys, is of the order of 1; rounding may choose other experts."""
@@ -82,9 +86,9 @@ def observe_layers(model: TokenModel) -> tuple[LayerSpec, ...]:
     says.
     """
     recorder = _Recorder()
-    sequence = _sequences(model)[0]
+    sequence = probe_sequences(model)[0]
     chunk = Chunk(sequence=sequence, start=0, count=len(sequence.token_ids), first=0)
-    device = _device(model)
+    device = device_of(model)
     step = PagedStep(
         num_decodes=0,
         slots=torch.arange(chunk.count, device=device),
@@ -99,7 +103,7 @@ def observe_layers(model: TokenModel) -> tuple[LayerSpec, ...]:
         model.begin(sequence)
         try:
             with _refused_if_it_fails(model):
-                _forward(model, step, [chunk])
+                run_forward(model, step, [chunk])
         finally:
             model.release(sequence)
     _check_calls(model, recorder.calls)
@@ -178,14 +182,14 @@ def reference_logits(model: TokenModel) -> list[torch.Tensor]:
     own = getattr(model, "reference_logits", None)
     found = []
     with library_attention(model.module):
-        for sequence in _sequences(model):
+        for sequence in probe_sequences(model):
             if own is not None:
                 found.append(own(sequence.token_ids).float())
                 continue
             chunk = Chunk(sequence=sequence, start=0, count=len(sequence.token_ids), first=0)
             model.begin(sequence)
             try:
-                hidden = _forward(model, None, [chunk])
+                hidden = run_forward(model, None, [chunk])
                 found.append(model.logits(hidden).float())
             finally:
                 model.release(sequence)
@@ -222,7 +226,7 @@ def check_packed(
 def _packed_logits(
     model: TokenModel, backend: PagedBackend, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    sequences = _sequences(model)
+    sequences = probe_sequences(model)
     width = -(-max(LENGTHS) // BLOCK_SIZE)
     plan = CachePlan(
         num_blocks=1 + width * len(sequences),
@@ -230,130 +234,19 @@ def _packed_logits(
         max_model_len=max(LENGTHS),
         token_bytes=0,
     )
-    cache = KVCache(plan, model.layers, {}, dtype=dtype, device=str(_device(model)))
+    cache = KVCache(plan, model.layers, {}, dtype=dtype, device=str(device_of(model)))
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
     for sequence in sequences:
         model.begin(sequence)
     try:
         for step in STEPS:
             ordered = sorted(step, key=lambda part: part[2] > 1)
-            chunks = _chunks(sequences, ordered)
-            paged = _paged_step(chunks, cache.layers, backend, _device(model), width)
-            logits = model.logits(_forward(model, paged, chunks)).float()
+            chunks = probe_chunks(sequences, ordered)
+            paged = paged_step(chunks, cache.layers, backend, device_of(model), width)
+            logits = model.logits(run_forward(model, paged, chunks)).float()
             for (index, _, count), chunk in zip(ordered, chunks, strict=True):
                 parts[index].append(logits[chunk.first : chunk.first + count])
     finally:
         for sequence in sequences:
             model.release(sequence)
     return [torch.cat(found) for found in parts]
-
-
-@torch.inference_mode()
-def run_widest(
-    model: TokenModel, backend: PagedBackend, dtype: torch.dtype, tokens: int, samples: int
-) -> None:
-    """One chunk of `tokens` (or the model's longest sequence), logits of `samples` positions."""
-    tokens = min(tokens, model.max_model_len)
-    sequence = _sequences(model, (tokens,))[0]
-    width = -(-tokens // BLOCK_SIZE)
-    plan = CachePlan(
-        num_blocks=1 + width, block_size=BLOCK_SIZE, max_model_len=tokens, token_bytes=0
-    )
-    cache = KVCache(plan, model.layers, {}, dtype=dtype, device=str(_device(model)))
-    chunk = Chunk(sequence=sequence, start=0, count=tokens, first=0)
-    model.begin(sequence)
-    try:
-        step = _paged_step([chunk], cache.layers, backend, _device(model), width)
-        model.logits(_forward(model, step, [chunk])[:samples])
-    finally:
-        model.release(sequence)
-
-
-def _sequences(model: Any, lengths: Sequence[int] = LENGTHS) -> list[RunningSequence]:
-    """Sequences that a model makes up itself (`probe_prompts`), else of text tokens."""
-    own = getattr(model, "probe_prompts", None)
-    if own is not None:
-        prompts = own(lengths)
-    else:
-        generator = torch.Generator().manual_seed(0)
-        limit = min(model.vocab_size, 1000)
-        prompts = [
-            PreparedPrompt(token_ids=torch.randint(limit, (n,), generator=generator).tolist())
-            for n in lengths
-        ]
-    return [
-        RunningSequence(
-            prompt=prompt,
-            params=OmniTokenSamplingParams(),
-            row=row,
-            token_ids=list(prompt.token_ids),
-        )
-        for row, prompt in enumerate(prompts)
-    ]
-
-
-def _chunks(
-    sequences: Sequence[RunningSequence], parts: Sequence[tuple[int, int, int]]
-) -> list[Chunk]:
-    chunks, first = [], 0
-    for index, start, count in parts:
-        chunks.append(Chunk(sequence=sequences[index], start=start, count=count, first=first))
-        first += count
-    return chunks
-
-
-def _paged_step(
-    chunks: Sequence[Chunk],
-    layers: list[PagedKV],
-    backend: PagedBackend,
-    device: torch.device,
-    width: int,
-) -> PagedStep:
-    """One token is attended as a decode step, though the model hears of a chunk of one."""
-    decodes = sum(chunk.count == 1 for chunk in chunks)
-    tables = [[1 + chunk.sequence.row * width + i for i in range(width)] for chunk in chunks]
-    slots = [
-        tables[index][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-        for index, chunk in enumerate(chunks)
-        for p in range(chunk.start, chunk.start + chunk.count)
-    ]
-    contexts = [chunk.start + chunk.count for chunk in chunks]
-    return PagedStep(
-        num_decodes=decodes,
-        slots=torch.tensor(slots, device=device),
-        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
-        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-        chunk_lens=tuple(chunk.count for chunk in chunks[decodes:]),
-        chunk_contexts=tuple(contexts[decodes:]),
-        kv=layers,
-        backend=backend,
-    )
-
-
-def _forward(model: TokenModel, step: PagedStep | None, chunks: Sequence[Chunk]) -> torch.Tensor:
-    """Hidden states (T, hidden_size). `step` None: the module attends by itself."""
-    device = _device(model)
-    tokens = [t for c in chunks for t in c.sequence.token_ids[c.start : c.start + c.count]]
-    positions = [model.chunk_positions(c.sequence, c.start, c.count) for c in chunks]
-    batch = ModelBatch(
-        token_ids=torch.tensor(tokens, device=device),
-        positions=torch.cat(positions, dim=1).to(device),
-        num_decodes=0,
-        rows=torch.empty(0, dtype=torch.int64, device=device),
-        chunks=tuple(chunks),
-    )
-    embeds, arguments = model.embed(batch)
-    if step is None:
-        return model.forward(embeds, batch, arguments).hidden
-    with running(step):
-        return model.forward(embeds, batch, arguments).hidden
-
-
-def dtype_of(model: TokenModel) -> torch.dtype:
-    """Of the model's weights, and so of its keys and values."""
-    kinds = (p.dtype for p in model.module.parameters() if p.dtype in TOLERANCES)
-    return next(kinds)
-
-
-def _device(model: TokenModel) -> torch.device:
-    return next(model.module.parameters()).device
