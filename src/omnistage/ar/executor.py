@@ -138,8 +138,11 @@ class TokenExecutor:
                 self._parts.sequences.release(key)
 
     def control(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Methods "tokenize" (a request's fields), "detokenize" ("tokens"), "executor_stats"."""
+        """Methods "tokenize" (a request's fields), "detokenize" ("tokens"), "executor_holds" (how
+        many sequences), "executor_stats"."""
         model = self._loaded.model
+        if method == "executor_holds":
+            return len(self._loaded.sequences)
         if method == "tokenize":
             return self._tokenize(arguments)
         if method == "detokenize":
