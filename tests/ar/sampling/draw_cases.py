@@ -8,7 +8,7 @@ import torch
 
 from omnistage.ar.sampling.features import SamplingFeatures
 from omnistage.ar.sampling.filters import descending, min_p_threshold, ordered_threshold
-from omnistage.ar.sampling.random import exponential_noise, step_keys
+from omnistage.ar.sampling.random import exponential_noise, signed_seed, step_keys, token_hashes
 from omnistage.ar.sampling.row_state import SamplerState
 from omnistage.contracts.sampling import OmniTokenSamplingParams as Params
 
@@ -180,18 +180,28 @@ def moved_to(logits: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def ties_go_to_the_lowest(device: str) -> None:
-    """Equal noise and equal logits at places that lie in several programs."""
+    """Equal noise and equal logits, in several programs and in one lane of one program."""
     from omnistage.ar.sampling.triton_draw import draw
 
     state = SamplerState(2, 9000, device)
     state.begin(0, Params(temperature=1.0), prompt_ids=[1], seed=3)
     state.hashes.fill_(12345)
     logits = torch.full((2, 9000), -3.0, device=device)
-    logits[0, [8999, 5000, 1030, 4100]] = 2.0
+    logits[0, [8999, 5000, 1030, 4100, 6]] = 2.0
     logits[1, 77] = 1.0
     best, greedy = logits.max(1)
     rows = torch.tensor([0, 1], device=device)
-    assert draw(logits, best, greedy, rows, rows + 9, state).tolist() == [1030, 77]
+    assert draw(logits, best, greedy, rows, rows + 9, state).tolist() == [6, 77]
+
+
+def noise_is_that_of_torch(device: str) -> None:
+    from tests.ar.sampling.noise_kernel import noise_of
+
+    seeds = torch.tensor([signed_seed(seed) for seed in SEEDS])
+    keys, hashes = step_keys(seeds, torch.arange(len(SEEDS))), token_hashes(8000, "cpu")
+    hashes[:4] = keys[0].to(torch.int32)
+    got = noise_of(keys.to(device), hashes.to(device)).cpu()
+    torch.testing.assert_close(got, exponential_noise(keys, hashes), rtol=1e-6, atol=0)
 
 
 def no_numbers_leave_the_others(device: str) -> None:
@@ -230,4 +240,5 @@ if __name__ == "__main__":
         compare(each, "cpu")
     ties_go_to_the_lowest("cpu")
     no_numbers_leave_the_others("cpu")
+    noise_is_that_of_torch("cpu")
     print(f"{len(SMALL_CASES)} cases agree")

@@ -53,7 +53,8 @@ def test_the_compiled_kernels_draw_what_torch_draws(case: Case) -> None:
 
 @pytest.mark.gpu
 @on_a_card
-def test_compiled_ties_and_no_numbers() -> None:
+def test_compiled_noise_ties_and_no_numbers() -> None:
+    draw_cases.noise_is_that_of_torch("cuda")
     draw_cases.ties_go_to_the_lowest("cuda")
     draw_cases.no_numbers_leave_the_others("cuda")
 

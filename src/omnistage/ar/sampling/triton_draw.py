@@ -2,7 +2,7 @@
 
 The race is that of `random.py`: the same integers, so the same uniform numbers, and the same
 `exp(scaled) / noise`. What differs is rounding: `exp` is the card's fast one (relative error about
-1e-7 * (1 + |scaled|)) and log1p is `log(1 - u) * u / u'` with u' = 1 - (1 - u) (Kahan; W. Goldberg,
+1e-7 * (1 + |scaled|)) and log1p is `log(1 - u) * u / u'` with u' = 1 - (1 - u) (Kahan; D. Goldberg,
 "What every computer scientist should know about floating-point arithmetic", theorem 4), so a token
 may differ from the eager path's where two tokens race within about 1e-6 of each other. Exact ties
 go to the lowest token id.

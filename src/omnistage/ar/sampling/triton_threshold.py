@@ -151,16 +151,15 @@ def _before(
 
 @triton.jit
 def _largest(
-    magnitudes, lengths, longest, chunk, ceiling, target,
+    magnitudes, lengths, longest, chunk, target,
     BY_MASS: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude with less than `target` before it, of the tokens below `ceiling`."""
+    """The largest magnitude with less than `target` before it."""
     found = tl.zeros((), tl.int32)
     bit = tl.full((), 1 << 30, tl.int32)
     for _ in range(31):
         tried = found | bit
-        stop = tl.minimum(tried, ceiling)
-        before = _before(magnitudes, lengths, longest, chunk, stop, BY_MASS, SPLITS, WIDTH)
+        before = _before(magnitudes, lengths, longest, chunk, tried, BY_MASS, SPLITS, WIDTH)
         found = tl.where(before < target, tried, found)
         bit = bit >> 1
     return tl.minimum(found, INFINITE)
@@ -183,12 +182,11 @@ def _search(
     found = tl.full((), INFINITE, tl.int32)
     if filtered & (top_k > 0):
         target = top_k.to(tl.float32)
-        found = _largest(magnitudes, length, longest, chunk, BEYOND, target, False, SPLITS, WIDTH)
+        found = _largest(magnitudes, length, longest, chunk, target, False, SPLITS, WIDTH)
         total = _before(magnitudes, length, longest, chunk, found + 1, True, SPLITS, WIDTH)
     if filtered & (top_p < 1):
-        by_p = _largest(
-            magnitudes, length, longest, chunk, found + 1, total * top_p, True, SPLITS, WIDTH
-        )
+        target = total * top_p
+        by_p = _largest(magnitudes, length, longest, chunk, target, True, SPLITS, WIDTH)
         found = tl.minimum(found, by_p)
     tl.store(out + batch_row, 0.0 - found.to(tl.float32, bitcast=True))
 
