@@ -80,12 +80,17 @@ class TokenIntake:
 
     def to_prepare(self, most: int) -> list[TokenSequence]:
         """At most `most` that can be prepared now. A user's input is prepared when all of it is
-        there, a stage's when its first part is (`async_chunk`)."""
+        there, a stage's when enough of it is to begin (`async_chunk`)."""
         most = min(most, MAX_PREPARING - len(self._preparing))
         if most <= 0 or not self._gathering:
             return []
         at_once = self.options.async_chunk and not self.options.entry
-        ready = [one for one in self._gathering if at_once or one.input_complete]
+        least = self.options.min_input_tokens
+        ready = [
+            one
+            for one in self._gathering
+            if one.input_complete or (at_once and one.received >= least)
+        ]
         ready.sort(key=lambda one: one.order)
         chosen = ready[:most]
         for one in chosen:

@@ -29,7 +29,8 @@ class TokenOptions:
 
     Of `options`: `token_model` names the `TokenModelFactory` ("package.module:Name");
     `feeds_stages` says that later stages read what this one emits, and `emits_payload` that they
-    need tensors of it beside its tokens; `max_queued_requests` bounds how many may wait;
+    need tensors of it beside its tokens; `min_input_tokens` of what the stage before makes must be
+    there before a prompt is prepared; `max_queued_requests` bounds how many may wait;
     `model` is the model's own, a mapping that only its factory reads. `entry` and
     `output_modality` come from the topology.
     """
@@ -37,6 +38,7 @@ class TokenOptions:
     token_model: str
     feeds_stages: bool = False
     emits_payload: bool = False
+    min_input_tokens: int = 0
     max_queued_requests: int = 4096
     model: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int
@@ -60,6 +62,7 @@ _OPTION_TYPES: dict[str, tuple[type, str]] = {
     "token_model": (str, 'an import string "package.module:Name"'),
     "feeds_stages": (bool, "true or false"),
     "emits_payload": (bool, "true or false"),
+    "min_input_tokens": (int, "a positive integer"),
     "max_queued_requests": (int, "a positive integer"),
     "model": (dict, "a mapping"),
 }

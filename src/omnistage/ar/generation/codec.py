@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from omnistage.contracts.payloads import StageData
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +49,7 @@ class CodecModel(Protocol):
 
         `frames[i]` of stream i's k frames are real. Only the last piece of a stream may be padded.
         An error leaves every stream as it was. Without host synchronisation; the waveforms may be
-        overwritten by the next call, in order on the device.
+        overwritten by the next call, in order on the device. They may be empty.
         """
 
     def finish(self, stream: CodecStream) -> torch.Tensor:
@@ -60,6 +62,14 @@ class CodecModel(Protocol):
         """Plain values for logs."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class BeginsWithInput(Protocol):
+    """A `CodecModel` whose streams depend on more than codes: a voice, a seed."""
+
+    def begin_with(self, key: RequestKey, start: StageData) -> CodecStream:
+        """In the place of `begin`. `start` is the request's first input, as it was adapted."""
 
 
 class CodecModelFactory(Protocol):

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omnistage.ar.generation.codec import CodecModel, CodecModelFactory, CodecStream
+from omnistage.ar.generation.codec import (
+    BeginsWithInput,
+    CodecModel,
+    CodecModelFactory,
+    CodecStream,
+)
 from omnistage.ar.generation.late_audio import send_audio
 from omnistage.ar.generation.options import GenerationOptions
 from omnistage.ar.generation.scheduler import DECODE, Piece
@@ -27,7 +32,7 @@ from omnistage.contracts.runtime import Command, ExecutionContext, LoadReporter
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
 
-Row = tuple[RequestIdentity, Piece, "np.ndarray[Any, Any]"]
+Row = tuple[RequestIdentity, Piece, "np.ndarray[Any, Any]", StageData | None]
 
 
 class GenerationExecutor:
@@ -64,13 +69,16 @@ class GenerationExecutor:
         pieces, codes = command.data.fields["pieces"], command.data.tensors["codes"]
         errors: dict[RequestKey, OmniError] = {}
         rows: list[Row] = []
-        for identity, piece, ids in zip(command.identities, pieces, codes, strict=True):
+        starts = command.data.fields["starts"]
+        for identity, piece, ids, start in zip(
+            command.identities, pieces, codes, starts, strict=True
+        ):
             if identity.key in cancelled:
                 continue
             if error := self._refusal(model, identity, piece, ids):
                 errors[identity.key] = error
             else:
-                rows.append((identity, piece, ids))
+                rows.append((identity, piece, ids, start))
         if rows:
             self._decode(model, rows, context)
         frame_s = model.samples_per_frame / model.sample_rate
@@ -117,17 +125,17 @@ class GenerationExecutor:
     def _decode(self, model: CodecModel, rows: list[Row], context: ExecutionContext) -> None:
         import torch
 
-        streams = [self._stream(model, identity, piece) for identity, piece, _ in rows]
-        frames = [piece.frames for _, piece, _ in rows]
+        streams = [self._stream(model, row[0], row[1], row[3]) for row in rows]
+        frames = [piece.frames for _, piece, _, _ in rows]
         waves = [torch.empty(0, device=self._device)] * len(rows)
         try:
             if longest := max(frames):
                 size = next((size for size in model.captured_sizes if size >= longest), longest)
                 ids = np.zeros((len(rows), size, model.num_codebooks), dtype=np.int64)
-                ids[:, :longest] = [ids[:longest] for _, _, ids in rows]
+                ids[:, :longest] = [ids[:longest] for _, _, ids, _ in rows]
                 codes = torch.from_numpy(ids).to(self._device, non_blocking=True)
                 waves = model.decode(streams, codes, frames)
-            for index, (_, piece, _) in enumerate(rows):
+            for index, (_, piece, _, _) in enumerate(rows):
                 if piece.final:
                     tail = model.finish(streams[index])
                     if tail.numel():
@@ -136,15 +144,21 @@ class GenerationExecutor:
             if type(error).__name__ == "AcceleratorError":
                 raise StageLostError("a device of this stage failed; please retry") from error
             raise
-        identities = [identity for identity, _, _ in rows]
+        identities = [identity for identity, _, _, _ in rows]
         send_audio(self._copier, context, identities, waves, model.sample_rate)
 
-    def _stream(self, model: CodecModel, identity: RequestIdentity, piece: Piece) -> CodecStream:
+    def _stream(
+        self, model: CodecModel, identity: RequestIdentity, piece: Piece, start: StageData | None
+    ) -> CodecStream:
+        key = identity.key
         if piece.start == 0:
-            self.release(identity.key)
-        if identity.key not in self._streams:
-            self._streams[identity.key] = model.begin(identity.key)
-        return self._streams[identity.key]
+            self.release(key)
+        if key not in self._streams:
+            if isinstance(model, BeginsWithInput) and start is not None:
+                self._streams[key] = model.begin_with(key, start)
+            else:
+                self._streams[key] = model.begin(key)
+        return self._streams[key]
 
     def _loaded(self) -> CodecModel:
         if self._model is None:

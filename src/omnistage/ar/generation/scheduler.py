@@ -43,6 +43,7 @@ class _Stream:
     there is any, when the request came. `late` are the pieces whose audio is still being built."""
 
     identity: RequestIdentity
+    start: StageData
     due_s: float
     credits: int
     complete: bool
@@ -90,6 +91,7 @@ class GenerationScheduler:
             )
         stream = _Stream(
             identity=request.identity,
+            start=request.data,
             due_s=self._clock(),
             credits=self._credits.pop(key, 0),
             complete=request.input_complete,
@@ -104,7 +106,7 @@ class GenerationScheduler:
             return
         if epoch > stream.epoch:
             stream.epoch, stream.decoded, stream.buffer = epoch, 0, FrameBuffer()
-            stream.due_s = self._clock()
+            stream.due_s, stream.start = self._clock(), data
         stream.buffer.append(data)
 
     def end_input(self, identity: RequestIdentity, epoch: int) -> None:
@@ -136,7 +138,10 @@ class GenerationScheduler:
             identities=tuple(stream.identity for stream, _ in batch),
             data=StageData(
                 modality=Modality.TOKENS,
-                fields={"pieces": [piece for _, piece in batch]},
+                fields={
+                    "pieces": [piece for _, piece in batch],
+                    "starts": [one.start if piece.start == 0 else None for one, piece in batch],
+                },
                 tensors={"codes": np.stack(codes)},
             ),
         )
@@ -178,7 +183,8 @@ class GenerationScheduler:
         if isinstance(outcome, OmniError):
             return [self._ended(identity, outcome)]
         piece = stream.late.popleft()
-        if piece.epoch != stream.epoch:
+        silent = not len(outcome.tensors["audio"])
+        if piece.epoch != stream.epoch or (silent and not piece.final):
             return ()
         outcome.fields["num_samples_before"] = stream.num_samples
         stream.num_samples += len(outcome.tensors["audio"])
