@@ -5,22 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnistage.ar.causal_lm import position_limit
-from omnistage.ar.gate import LENGTHS
-from omnistage.attention.paged import NAME, register
-from omnistage.contracts.errors import CheckpointError
-from omnistage.memory.budget import MemoryBudget
-from omnistage.memory.transformers_loader import load_planned, load_tensors, plan_transformers
+from omnistage.ar.media_prompts import MediaPrompts
+from omnistage.ar.part_loading import from_folder, model_len, plan_part, rows_of
+from omnistage.attention.paged import NAME
+from omnistage.memory.transformers_loader import load_planned, load_tensors
+from omnistage.models.qwen3_omni.rope import rope_index
 from omnistage.models.qwen3_omni.talker import TalkerModel, project_text
 from omnistage.models.qwen3_omni.talker_prompt import TalkerPrompts
 from omnistage.models.qwen3_omni.thinker import ThinkerModel
-from omnistage.models.qwen3_omni.thinker_inputs import ThinkerInputs
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
     from omnistage.contracts.runtime import LoadReporter
     from omnistage.memory.plan import LoadPlan
 
+ATTENTION = {"text_config": NAME}
+"""Encoders and code predictor attend by themselves."""
 TEXT_EMBEDDINGS = "thinker.model.embed_tokens.weight"
 
 
@@ -32,14 +32,17 @@ def build_thinker(stage: ResolvedStage, device: str, report: LoadReporter) -> Th
     folder = Path(stage.model_path)
     config = _config(folder)
     report("loading processor", None)
-    processor = _from_folder(AutoProcessor, folder)
+    processor = from_folder(AutoProcessor, folder)
     module: Any = load_planned(plan_thinker(stage, device), report)
-    max_model_len = _max_model_len(stage, config.thinker_config.text_config)
+    max_model_len = model_len(stage, config.thinker_config.text_config)
+    thinker = config.thinker_config
+    merge = thinker.vision_config.spatial_merge_size
+    rope = rope_index(thinker, thinker.audio_config, merge)
     feeds_talker = stage.options.get("feeds_stages", False)
     return ThinkerModel(
         module,
-        ThinkerInputs(config.thinker_config, processor, max_model_len=max_model_len),
-        rows=_rows(stage),
+        MediaPrompts(thinker, processor, rope, max_model_len=max_model_len),
+        rows=rows_of(stage),
         eos_token_ids=thinker_eos_ids(folder, config),
         max_model_len=max_model_len,
         accept_layer=config.talker_config.accept_hidden_layer if feeds_talker else None,
@@ -62,8 +65,8 @@ def build_talker(stage: ResolvedStage, device: str, report: LoadReporter) -> Tal
         module,
         text_table,
         TalkerPrompts(config, thinker_eos_ids(folder, config)),
-        rows=_rows(stage),
-        max_model_len=_max_model_len(stage, config.talker_config.text_config),
+        rows=rows_of(stage),
+        max_model_len=model_len(stage, config.talker_config.text_config),
     )
 
 
@@ -72,8 +75,8 @@ def plan_thinker(stage: ResolvedStage, device: str) -> LoadPlan:
     from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
     config = _config(Path(stage.model_path)).thinker_config
-    return _plan_part(
-        Qwen3OmniMoeThinkerForConditionalGeneration, stage, config, "thinker.", device
+    return plan_part(
+        Qwen3OmniMoeThinkerForConditionalGeneration, stage, config, "thinker.", device, ATTENTION
     )
 
 
@@ -82,7 +85,9 @@ def plan_talker(stage: ResolvedStage, device: str) -> LoadPlan:
     from transformers import Qwen3OmniMoeTalkerForConditionalGeneration
 
     config = _config(Path(stage.model_path)).talker_config
-    return _plan_part(Qwen3OmniMoeTalkerForConditionalGeneration, stage, config, "talker.", device)
+    return plan_part(
+        Qwen3OmniMoeTalkerForConditionalGeneration, stage, config, "talker.", device, ATTENTION
+    )
 
 
 def thinker_eos_ids(folder: Path, config: Any) -> frozenset[int]:
@@ -98,41 +103,7 @@ def thinker_eos_ids(folder: Path, config: Any) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _plan_part(cls: type, stage: ResolvedStage, config: Any, prefix: str, device: str) -> LoadPlan:
-    register()
-    plan = plan_transformers(
-        cls,
-        Path(stage.model_path),
-        config=config,
-        prefix=prefix,
-        dtype=stage.dtype,
-        device=device,
-        attn_implementation={"text_config": NAME},
-    )
-    budget = MemoryBudget.of(stage.memory_budget_gib, device)
-    budget.check(plan.bytes_by_device, what=plan.cls.__name__)
-    return plan
-
-
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    return _from_folder(AutoConfig, folder)
-
-
-def _from_folder(cls: Any, folder: Path) -> Any:
-    try:
-        return cls.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the files are the user's: what the library raises for them varies
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{cls.__name__} cannot read {folder}: {reason}") from error
-
-
-def _max_model_len(stage: ResolvedStage, config: Any) -> int:
-    limit = position_limit(config)
-    return limit if stage.max_model_len is None else min(limit, stage.max_model_len)
-
-
-def _rows(stage: ResolvedStage) -> int:
-    """The gate at load runs this many sequences, however few the stage may."""
-    return max(stage.max_num_seqs, len(LENGTHS))
+    return from_folder(AutoConfig, folder)

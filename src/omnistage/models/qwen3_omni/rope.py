@@ -1,124 +1,20 @@
-"""Positions of text, pictures, sound and video in three dimensions, as the model computes them."""
+"""The family's positions: `transformers`' own `get_rope_index`, without a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-
-    from omnistage.ar.model import ModelBatch, RunningSequence
+from omnistage.ar.mrope import RopeIndex
 
 
-@dataclass(slots=True, eq=False)
-class Positions:
-    """values (3, P) float32 of a prompt's positions; `delta` is added to an index behind them.
-    Videos at odd frame rates have positions between whole numbers."""
-
-    values: torch.Tensor
-    delta: float
-
-    def span(self, start: int, count: int) -> torch.Tensor:
-        """(3, count) float32 from index `start` on, also behind the prompt."""
-        import torch
-
-        prompt = self.values[:, start : start + count]
-        missing = count - prompt.shape[1]
-        if missing <= 0:
-            return prompt
-        first = max(start, self.values.shape[1])
-        behind = torch.arange(first, first + missing, dtype=torch.float32) + self.delta
-        return torch.cat((prompt, behind.expand(3, -1)), dim=1)
-
-    @property
-    def whole_delta(self) -> int:
-        return int(self.delta // 1)
-
-    @property
-    def fraction(self) -> float:
-        """What `whole_delta` leaves."""
-        return self.delta - self.whole_delta
-
-
-class RopeIndex:
-    """`get_rope_index` of `transformers`' Qwen3-Omni without a model: `config` is the thinker's or
-    the talker's, `audio_config` and `spatial_merge_size` the thinker's encoders'. Needs no device
-    and may run in any thread."""
-
-    def __init__(self, config: Any, audio_config: Any, spatial_merge_size: int) -> None:
-        self.config = _with_audio(config, audio_config)
-        self.spatial_merge_size = spatial_merge_size
-
-    def get_llm_pos_ids_for_vision(self, *args: Any) -> torch.Tensor:
-        return _owner().get_llm_pos_ids_for_vision(self, *args)
-
-    def positions(self, token_ids: list[int], media: dict[str, torch.Tensor]) -> Positions:
-        """`media` as the processor names them: image_grid_thw, video_grid_thw (n, 3),
-        video_second_per_grid (n,), audio_feature_lengths (n,), each only where there are such
-        media; "use_audio_in_video" true where sound is interleaved with its video."""
-        import torch
-
-        ids = torch.tensor([token_ids])
-        values, delta = _owner().get_rope_index(
-            self,
-            ids,
-            image_grid_thw=media.get("image_grid_thw"),
-            video_grid_thw=media.get("video_grid_thw"),
-            attention_mask=torch.ones_like(ids),
-            use_audio_in_video=bool(media.get("use_audio_in_video", False)),
-            audio_seqlens=media.get("audio_feature_lengths"),
-            second_per_grids=media.get("video_second_per_grid"),
-        )
-        return Positions(values[:, 0].float(), float(delta.flatten()[0]))
-
-
-def _owner() -> Any:
+def rope_index(config: Any, audio_config: Any, spatial_merge_size: int) -> RopeIndex:
+    """`config` is the thinker's or the talker's, the rest that of the thinker's encoders. The
+    talker's lacks the sound encoder's window, which positions of sound need."""
     from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
 
-    return modeling.Qwen3OmniMoePreTrainedModelForConditionalGeneration
-
-
-def _with_audio(config: Any, audio_config: Any) -> Any:
-    """The talker's configuration lacks the encoder's window, which positions of sound need."""
-    if getattr(config, "audio_config", None) is not None:
-        return config
-    from copy import copy
-
-    completed = copy(config)
-    completed.audio_config = audio_config
-    return completed
-
-
-class RopeRows:
-    """What the device needs to know of each running sequence's positions, by row: the part of its
-    delta that is no whole number. `own["positions"]` of its prompt are its `Positions`."""
-
-    def __init__(self, rows: int, device: Any) -> None:
-        import torch
-
-        self._fractions = torch.zeros(rows, dtype=torch.float32, device=device)
-
-    def begin(self, sequence: RunningSequence) -> None:
-        positions: Positions = sequence.prompt.own["positions"]
-        sequence.position_delta = positions.whole_delta
-        self._fractions[sequence.row] = positions.fraction
-
-    def chunk(self, sequence: RunningSequence, start: int, count: int) -> torch.Tensor:
-        """(3, count) int64: `of_batch` adds what whole numbers lose."""
-        positions: Positions = sequence.prompt.own["positions"]
-        return positions.span(start, count).floor().long()
-
-    def of_batch(self, batch: ModelBatch) -> torch.Tensor:
-        """(3, 1, T) float32. Capturable without chunks."""
-        import torch
-
-        values = batch.positions.to(torch.float32, copy=True)
-        if batch.num_decodes:
-            values[:, : batch.num_decodes] += self._fractions[batch.rows]
-        for chunk in batch.chunks:
-            positions: Positions = chunk.sequence.prompt.own["positions"]
-            exact = positions.span(chunk.start, chunk.count)
-            if not torch.equal(exact, exact.floor()):
-                values[:, chunk.first : chunk.first + chunk.count] = exact.to(values.device)
-        return values.unsqueeze(1)
+    if getattr(config, "audio_config", None) is None:
+        config = copy(config)
+        config.audio_config = audio_config
+    owner = modeling.Qwen3OmniMoePreTrainedModelForConditionalGeneration
+    return RopeIndex(owner, config, spatial_merge_size)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.gate import observe_layers
+from omnistage.ar.mrope import RopeRows
 from omnistage.models.qwen3_omni.code_predictor import FramePredictor
 from omnistage.models.qwen3_omni.code_sampling import CodeSampling
-from omnistage.models.qwen3_omni.rope import RopeRows
 from omnistage.models.qwen3_omni.talker_rows import TalkerRows
 
 if TYPE_CHECKING:

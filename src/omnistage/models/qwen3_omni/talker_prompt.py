@@ -11,7 +11,7 @@ from omnistage.contracts.errors import InvalidRequestError
 from omnistage.contracts.sampling import OmniTokenSamplingParams
 from omnistage.contracts.tensors import host_tensor
 from omnistage.models.qwen3_omni.pipeline import DEFAULT_VOICE
-from omnistage.models.qwen3_omni.rope import RopeIndex
+from omnistage.models.qwen3_omni.rope import rope_index
 from omnistage.models.qwen3_omni.thinker import PAYLOAD_MEDIA, TALKER_STATE
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TalkerPrompts:
         self.media_ids = frozenset(
             (thinker.audio_token_id, thinker.image_token_id, thinker.video_token_id)
         )
-        self._rope = RopeIndex(self.talker, thinker.audio_config, self.talker.spatial_merge_size)
+        self._rope = rope_index(self.talker, thinker.audio_config, self.talker.spatial_merge_size)
         self.speakers: dict[str, int] = dict(self.talker.speaker_id or {})
 
     def prepare(self, data: StageData, params: OmniTokenSamplingParams) -> PreparedPrompt:
