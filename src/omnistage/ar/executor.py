@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.grammar import GrammarCompiler
+from omnistage.ar.limits import check_ids
 from omnistage.ar.media_cache import MediaCache
 from omnistage.ar.model import TokenModel
 from omnistage.ar.options import TokenOptions, read_token_options
@@ -148,6 +149,7 @@ class TokenExecutor:
         if method == "detokenize":
             if model.tokenizer is None:
                 raise InvalidRequestError("this stage has no tokenizer")
+            check_ids("tokens", arguments["tokens"], model.vocab_size)
             return {"prompt": model.tokenizer.decode(arguments["tokens"])}
         if method == "executor_stats":
             return {

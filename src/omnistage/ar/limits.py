@@ -83,7 +83,7 @@ def _check_stops(params: OmniTokenSamplingParams, vocab_size: int | None) -> Non
             "allowed",
             param="stop_token_ids",
         )
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
 def _check_bias(params: OmniTokenSamplingParams, vocab_size: int | None) -> None:
@@ -93,7 +93,7 @@ def _check_bias(params: OmniTokenSamplingParams, vocab_size: int | None) -> None
             "allowed",
             param="logit_bias",
         )
-    _check_ids("logit_bias", list(params.logit_bias), vocab_size)
+    check_ids("logit_bias", list(params.logit_bias), vocab_size)
     for token_id, bias in params.logit_bias.items():
         if not math.isfinite(bias) or abs(bias) > 100:
             raise InvalidRequestError(
@@ -102,7 +102,8 @@ def _check_bias(params: OmniTokenSamplingParams, vocab_size: int | None) -> None
             )
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int | None) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int | None) -> None:
+    """Raises `InvalidRequestError` for ids beyond a vocabulary, where its size is known."""
     for token_id in ids:
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"

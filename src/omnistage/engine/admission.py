@@ -26,6 +26,7 @@ from omnistage.contracts.sampling import (
 )
 from omnistage.engine.prompts import MODALITIES, as_dictionary, prompt_data
 from omnistage.engine.request_state import Child
+from omnistage.engine.stage_checks import check_stage_params
 from omnistage.stages.imports import load_object
 
 OUTPUT_MODALITIES = "output_modalities"
@@ -139,7 +140,9 @@ def stage_params(
                 )
         else:
             params = single if isinstance(single, kind) else kind()
-        result.append(merge_defaults(params, stage.default_sampling_params))
+        params = merge_defaults(params, stage.default_sampling_params)
+        check_stage_params(stage, params)
+        result.append(params)
     return tuple(result)
 
 
