@@ -33,6 +33,9 @@ MAX_CACHED = 64
 MAX_LEXER_STATES = 50_000
 """About 2 kB each: the bound on what one request's grammar may take of memory is 100 MB."""
 ANY_OBJECT = '{"type": "object"}'
+JSON_WHITESPACE = r" {1,2}|\n[ \t]{0,64}"
+"""Between any two tokens of JSON, as people indent it: without a bound a model may go on with
+whitespace until its tokens are spent. A schema's own `x-guidance` wins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,9 @@ def _schema_grammar(schema: str) -> str:
     from llguidance import LLMatcher
 
     try:
-        return LLMatcher.grammar_from_json_schema(schema)
+        return LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
+        )
     except ValueError as error:
         raise _refused(str(error)) from None
 
