@@ -223,10 +223,10 @@ class _IdsOnly:
     tokenizer = None
 
     def __init__(self, config: Any) -> None:
-        from omnistage.models.qwen3_omni.rope import RopeIndex
+        from omnistage.models.qwen3_omni.rope import rope_index
 
         merge = config.vision_config.spatial_merge_size
-        self._rope = RopeIndex(config, config.audio_config, merge)
+        self._rope = rope_index(config, config.audio_config, merge)
 
     def prepare(self, data: Any, params: Any) -> Any:
         return self._prompt(list(data.fields["prompt_token_ids"]))

@@ -72,6 +72,8 @@ class RopeIndex:
         media; "use_audio_in_video" true where sound is interleaved with its video."""
         import torch
 
+        if not media:
+            return plain(len(token_ids))
         ids = torch.tensor([token_ids])
         values, delta = self._owner.get_rope_index(
             self,

@@ -23,7 +23,8 @@ logger = get_logger(__name__)
 def fuse_for_gpu(model: TokenModel) -> dict[str, Any]:
     """Join projections, take kernels for few tokens, compile the decoder layers, in place.
 
-    Layers are compiled at their first calls, in the gate's probe. Returns what was done, for logs.
+    Layers are compiled at their first calls, in the gate's probe. A model with more that runs in
+    every step does the same to it by a method `fuse_for_gpu`. Returns what was done, for logs.
     """
     import omnistage.ar.device_ops  # noqa: F401  (defines the operators)
 
@@ -36,8 +37,10 @@ def fuse_for_gpu(model: TokenModel) -> dict[str, Any]:
     compile_layers(layers)
     if not layers:
         logger.warning("%s has no list of decoder layers to compile", type(module).__name__)
+    own = getattr(model, "fuse_for_gpu", dict)
     return {
         "joined_projections": joined,
         "few_token_experts": experts,
         "compiled_layers": len(layers),
+        **own(),
     }

@@ -93,18 +93,31 @@ def _down(
         )
 
 
+@triton.jit(do_not_specialize=["pairs", "capacity"])
+def _members(experts, members, counts, pairs, capacity, PAIRS: tl.constexpr):
+    """Grid: experts."""
+    expert = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    chosen = tl.load(experts + pair, pair < pairs, other=-1)
+    mine = (chosen == expert).to(tl.int32)
+    place = tl.cumsum(mine, 0) - 1
+    tl.store(members + expert * capacity + place, pair, mine != 0)
+    tl.store(counts + expert, tl.sum(mine, 0))
+
+
 def members_of(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """experts (T, k) → for each expert its pairs (token * k + place) in order, (E, T) int32 padded,
-    and how many (E,) int32. A token never has the same expert twice."""
+    """experts (T, k) → for each expert its pairs (token * k + place) in order, (E * T,) int32 of
+    which the first `counts` of each T mean something, and counts (E,) int32. A token never has the
+    same expert twice."""
     tokens, top_k = experts.shape
-    chosen = torch.zeros(tokens, num_experts, dtype=torch.int32, device=experts.device)
-    chosen.scatter_(1, experts, 1)
-    place = chosen.cumsum(0) - 1
-    counts = place[-1] + 1
-    members = torch.zeros(num_experts * tokens, dtype=torch.int32, device=experts.device)
-    pair = torch.arange(tokens * top_k, dtype=torch.int32, device=experts.device)
-    members.scatter_(0, (experts * tokens + place.gather(1, experts)).reshape(-1), pair)
-    return members, counts.to(torch.int32)
+    members = torch.empty(num_experts * tokens, dtype=torch.int32, device=experts.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+    pairs = tokens * top_k
+    _members[(num_experts,)](
+        experts.contiguous(), members, counts, pairs, tokens, triton.next_power_of_2(pairs),
+        num_warps=4,
+    )  # fmt: skip
+    return members, counts
 
 
 def few_token_experts(

@@ -192,7 +192,7 @@ def paged_attention(
 
     _refuse_others(module, others, attention_mask, dropout, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         attended = torch.ops.omnistage.paged_attention(
             query, key, value, scale, sliding_window or 0, softcap or 0.0
         )

@@ -9,68 +9,18 @@ captured graph. Recomputing the growing prefix needs as many kernels and about n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import UnsupportedCombinationError
+from omnistage.models.qwen3_omni.frame_cache import FrameCache, inside, register
 
 if TYPE_CHECKING:
     import torch
 
-NAME = "omnistage_code_frame"
+    from omnistage.ar.fusion import Linear
 
 Choose = Callable[["torch.Tensor", int], "torch.Tensor"]
 """(logits (B, V) float32, code group from 1) → codes (B,) int64."""
-
-
-@dataclass(slots=True, eq=False)
-class FrameCache:
-    """keys and values (layers, rows, kv_heads, positions, head_dim); the first `length` positions
-    are filled."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    length: int = 0
-
-
-def register() -> str:
-    """Make `frame_attention` known to `transformers` as `NAME`. Idempotent."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, frame_attention)
-    return NAME
-
-
-def frame_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    frame: FrameCache,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """query (B, heads, t, head_dim), key and value (B, kv_heads, t, head_dim): the next t positions
-    of B frames → ((B, t, heads, head_dim), None). More than one position only at a frame's start.
-    """
-    from torch.nn.functional import scaled_dot_product_attention
-
-    batch, _, count, _ = query.shape
-    end = frame.length + count
-    keys, values = frame.keys[module.layer_idx], frame.values[module.layer_idx]
-    keys[:batch, :, frame.length : end] = key
-    values[:batch, :, frame.length : end] = value
-    attended = scaled_dot_product_attention(
-        query,
-        keys[:batch, :, :end],
-        values[:batch, :, :end],
-        is_causal=count > 1,
-        scale=scaling,
-        enable_gqa=True,
-    )
-    return attended.transpose(1, 2), None
 
 
 class FramePredictor:
@@ -102,6 +52,16 @@ class FramePredictor:
         self._values = torch.zeros_like(self._keys)
         self._positions = torch.arange(self.groups, device=weight.device)[None]
 
+    def fuse(self, product: Linear) -> None:
+        """Join projections, let linear layers multiply by `product`, compile the layers."""
+        import omnistage.models.qwen3_omni.frame_op  # noqa: F401  (defines the operator)
+        from omnistage.ar.compilation import compile_layers
+        from omnistage.ar.fusion import fuse_projections, replace_linears
+
+        fuse_projections(self.module.model, product)
+        replace_linears(self.module, product)
+        compile_layers(list(self.module.model.layers))
+
     def predict(
         self, hidden: torch.Tensor, tokens: torch.Tensor, embeds: torch.Tensor, choose: Choose
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,12 +87,12 @@ class FramePredictor:
 
     def _logits(self, inputs: torch.Tensor, group: int, frame: FrameCache) -> torch.Tensor:
         end = frame.length + inputs.shape[1]
-        output = self.module.model(
-            inputs_embeds=inputs,
-            position_ids=self._positions[:, frame.length : end],
-            use_cache=False,
-            frame=frame,
-        )
+        with inside(frame):
+            output = self.module.model(
+                inputs_embeds=inputs,
+                position_ids=self._positions[:, frame.length : end],
+                use_cache=False,
+            )
         frame.length = end
         logits: torch.Tensor = self.module.lm_head[group - 1](output.last_hidden_state[:, -1])
         return logits.float()

@@ -32,8 +32,8 @@ class CodeSampling:
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._samples = torch.zeros(rows, dtype=torch.bool, device=device)
         self._hashes = token_hashes(num_codes, device)
-        self._top_k = min(TOP_K, num_codes)
         self._groups = groups
+        self._choose = choose_codes
 
     def begin(self, sequence: RunningSequence) -> None:
         self._seeds[sequence.row] = signed_seed(sequence.seed ^ SEED_MARK)
@@ -43,23 +43,44 @@ class CodeSampling:
         """For the frames that `rows` (S,) make in decode steps `steps` (S,). Capturable."""
         import torch
 
-        seeds, samples = self._seeds[rows], self._samples[rows]
+        samples = self._samples[rows]
+        places = torch.arange(self._groups, device=steps.device)
+        seeds = self._seeds[rows].unsqueeze(1).expand(-1, self._groups)
+        keys = step_keys(seeds, steps.unsqueeze(1) * self._groups + places)
 
         def choose(logits: torch.Tensor, group: int) -> torch.Tensor:
-            keys = step_keys(seeds, steps * self._groups + group)
-            drawn = (self._weights(logits) / exponential_noise(keys, self._hashes)).argmax(-1)
-            return torch.where(samples, drawn, logits.argmax(-1))
+            return self._choose(logits, keys[:, group], samples, self._hashes)
 
         return choose
 
-    def _weights(self, logits: torch.Tensor) -> torch.Tensor:
-        """(S, V): what is left of the probabilities, not normalized."""
+    def fuse(self) -> None:
+        """Compile the choice: some ten kernels of tiny work become a few."""
         import torch
 
-        ordered = logits.topk(self._top_k).values
-        shift = ordered[:, :1]
-        top_k = torch.full_like(shift[:, 0], self._top_k, dtype=torch.int64)
-        top_p = torch.full_like(shift[:, 0], TOP_P)
-        threshold = ordered_threshold(ordered - shift, top_k, top_p)
-        scaled = logits - shift
-        return torch.where(scaled >= threshold.unsqueeze(1), scaled.exp(), 0.0)
+        self._choose = torch.compile(choose_codes, fullgraph=True)
+
+
+def choose_codes(
+    logits: torch.Tensor, keys: torch.Tensor, samples: torch.Tensor, hashes: torch.Tensor
+) -> torch.Tensor:
+    """logits (S, V) float32, keys (S,) int64 of each row's draw, samples (S,) bool → codes (S,)
+    int64: drawn where a row samples, else the most likely."""
+    import torch
+
+    weights = _weights(logits)
+    drawn = (weights / exponential_noise(keys, hashes)).argmax(-1)
+    return torch.where(samples, drawn, logits.argmax(-1))
+
+
+def _weights(logits: torch.Tensor) -> torch.Tensor:
+    """(S, V): what is left of the probabilities, not normalized."""
+    import torch
+
+    count = min(TOP_K, logits.shape[1])
+    ordered = logits.topk(count).values
+    shift = ordered[:, :1]
+    top_k = torch.full_like(shift[:, 0], count, dtype=torch.int64)
+    top_p = torch.full_like(shift[:, 0], TOP_P)
+    threshold = ordered_threshold(ordered - shift, top_k, top_p)
+    scaled = logits - shift
+    return torch.where(scaled >= threshold.unsqueeze(1), scaled.exp(), 0.0)
