@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -24,10 +25,35 @@ logger = get_logger(__name__)
 _SHUTDOWN_S = 5
 _HURRIED_SHUTDOWN_S = 1
 _MARGIN_S = 5.0
+_LINGER_S = 5.0
+"""How long a client may take nothing of the end of its answer."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, but the signals are ours."""
+    """uvicorn, but the signals are ours, and a connection that is closed on a client which takes
+    nothing of what is left for it is not kept."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._leaving: dict[Any, tuple[int, float]] = {}
+        """Closed connections: bytes still to be taken, and since when it is that many."""
+
+    async def on_tick(self, counter: int) -> bool:
+        self._cut_off()
+        return await super().on_tick(counter)
+
+    def _cut_off(self) -> None:
+        now_s, leaving = time.monotonic(), {}
+        for one in self.server_state.connections:
+            transport = one.transport
+            if transport is None or not transport.is_closing():
+                continue
+            left_bytes = transport.get_write_buffer_size()
+            known_bytes, since_s = self._leaving.get(one, (left_bytes, now_s))
+            leaving[one] = (left_bytes, since_s if left_bytes == known_bytes else now_s)
+            if now_s - leaving[one][1] > _LINGER_S:
+                transport.abort()
+        self._leaving = leaving
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
