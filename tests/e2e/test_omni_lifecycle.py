@@ -30,6 +30,8 @@ from tests.toy.leaks import nothing_left
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 THINKER, TALKER, CODE2WAV = 0, 1, 2
+TALKERS_END = 64 + 6
+"""Of the tiny checkpoint: the first id that is no code, and its place behind that."""
 LONG = 3000
 """Tokens: seconds of work, of which a test takes the beginning."""
 Seen = dict[str, int]
@@ -128,6 +130,20 @@ async def test_an_abort_frees_everything_and_ends_the_stream(
     }
     record_property("abort_ms", ms)
     print(f"abort in {phase}: {ms} ms")
+
+
+async def test_an_end_that_is_ignored_reaches_no_decoder(omni: Served) -> None:
+    """The talker's end is no code. Here it would be drawn at once."""
+    wanted = params(4, 40)
+    wanted[TALKER] = OmniTokenSamplingParams(
+        max_tokens=40, ignore_eos=True, logit_bias={TALKERS_END: 100.0}
+    )
+    outputs = omni.engine.generate(
+        {"messages": said()}, sampling_params_list=wanted, output_modalities=("audio",)
+    )
+    async with asyncio.timeout(GUARD_S):
+        heard = [output async for output in outputs if output.modality == Modality.AUDIO]
+    assert heard[-1].finished
 
 
 async def test_a_client_that_hangs_up_frees_everything(omni: Served) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from omnistage.ar.block_hash import BlockHasher
 from omnistage.ar.description import StageDescription
 from omnistage.ar.limits import max_output
@@ -13,6 +15,7 @@ from omnistage.ar.options import TokenOptions
 from omnistage.ar.prompt import PreparedPrompt
 from omnistage.ar.sequence import TokenSequence
 from omnistage.ar.stopping import Detokenizer, OutputText
+from omnistage.contracts.sampling import OmniTokenSamplingParams
 
 MakeDetokenizer = Callable[[Any, Sequence[int], bool], Detokenizer]
 """(tokenizer, prompt's ids, skip_special_tokens) → the detokenizer of one sequence."""
@@ -46,6 +49,8 @@ class Beginning:
         known = self.description
         assert known is not None
         sequence.max_output = self._max_output(sequence, len(prompt.token_ids), known)
+        if known.tokenizer is None and sequence.params.ignore_eos:
+            sequence.params = _endless(sequence.params, sequence.max_output)
         sequence.prompt, sequence.token_ids = prompt, list(prompt.token_ids)
         sequence.num_prompt = len(prompt.token_ids)
         sequence.encoded = not prompt.media
@@ -79,3 +84,8 @@ class Beginning:
         return self.make_detokenizer(
             known.tokenizer, sequence.token_ids, sequence.params.skip_special_tokens
         )
+
+
+def _endless(params: OmniTokenSamplingParams, max_output: int) -> OmniTokenSamplingParams:
+    """The end is a word of a text, but no code that a later stage could take: it is not drawn."""
+    return msgspec.structs.replace(params, min_tokens=max_output)
