@@ -54,6 +54,27 @@ def test_without_an_offset_nothing_is_waited_for() -> None:
 
 
 @pytest.mark.invariant("AR-INV-111")
+def test_a_prompt_waits_for_the_ids_that_it_is_made_of() -> None:
+    driver = paced(min_input_tokens=2)
+    heard = driver.add("a", max_tokens=3, input_complete=False, fields={"token_ids": [50]})
+    driver.run()
+    assert not heard.token_ids
+    driver.scheduler.append_input(IDENTITY, part(51), 0)
+    driver.run()
+    assert len(heard.token_ids) == 3
+    first = driver.executor.plans[0].rows[0]
+    assert [one.fields["token_ids"] for one in first.appended] == [[51]]
+
+
+def test_a_prompt_waits_for_no_more_than_there_will_be() -> None:
+    driver = paced(min_input_tokens=2)
+    heard = driver.add("a", max_tokens=3, input_complete=False, fields={"token_ids": [50]})
+    driver.scheduler.end_input(IDENTITY, 0)
+    driver.run()
+    assert heard.ended
+
+
+@pytest.mark.invariant("AR-INV-111")
 def test_full_payload_mode_waits_for_all_input() -> None:
     driver = paced(async_chunk=False)
     heard = driver.add("a", max_tokens=3, input_complete=False, fields={"token_ids": [50]})

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class MediaLM:
-    """`module` is a `…ThinkerForConditionalGeneration` of `transformers`, built for paged attention.
+    """`module` is a `…ThinkerForConditionalGeneration` of `transformers`, built for paged
+    attention.
 
     What later stages need of it a subclass adds: `states` before this constructor, `states_of`, and
     the payloads.

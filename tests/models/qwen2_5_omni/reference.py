@@ -102,7 +102,9 @@ def processed(case: Case) -> Any:
     text = processor().apply_chat_template(
         messages(case), add_generation_prompt=True, tokenize=False
     )
-    given = {kind: [media(kind, i) for i in case.order(kind)] for kind in ("image", "audio", "video")}
+    given = {
+        kind: [media(kind, i) for i in case.order(kind)] for kind in ("image", "audio", "video")
+    }
     arguments: dict[str, Any] = {
         name: given[kind]
         for kind, name in (("image", "images"), ("audio", "audio"), ("video", "videos"))
@@ -140,21 +142,38 @@ def _for_thinker_alone(inputs: Any) -> dict[str, Any]:
     return renamed
 
 
+def _padded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """One position of padding on the left."""
+    import torch
+
+    pad = {"input_ids": model().config.thinker_config.text_config.pad_token_id}
+    padding = {"attention_mask": 0} | pad
+    return inputs | {
+        name: torch.nn.functional.pad(inputs[name], (1, 0), value=value)
+        for name, value in padding.items()
+    }
+
+
 @cache
-def expected(name: str, speaker: str = "Chelsie") -> Expected:
+def expected(name: str, speaker: str = "Chelsie", *, padded: bool = False) -> Expected:
     """Greedy, without ends of the thinker."""
     import torch
 
     case, inputs, whole = CASES[name], processed(CASES[name]), model()
+    prompt_ids = inputs["input_ids"][0].tolist()
+    given = _for_thinker_alone(inputs)
+    if padded:
+        given = _padded(given)
+    length = given["input_ids"].shape[1]
     talked = []
     generate = whole.talker.generate
-    whole.talker.generate = lambda *args, **kwargs: talked.append(generate(*args, **kwargs)) or (
-        talked[-1]
+    whole.talker.generate = lambda *args, **kwargs: (
+        talked.append(generate(*args, **kwargs)) or (talked[-1])
     )
     torch.manual_seed(SEED)
     try:
         sequences, waveform = whole.generate(
-            **_for_thinker_alone(inputs),
+            **given,
             speaker=speaker,
             use_audio_in_video=case.sound_in_video,
             thinker_max_new_tokens=MAX_TOKENS,
@@ -166,12 +185,11 @@ def expected(name: str, speaker: str = "Chelsie") -> Expected:
         )
     finally:
         del whole.talker.generate
-    prompt_ids = inputs["input_ids"][0].tolist()
-    codes = talked[0][0, len(prompt_ids) + 2 :]
+    codes = talked[0][0, length + 2 :]
     codes = codes[[code not in end_ids() for code in codes.tolist()]]
     return Expected(
         prompt_ids=prompt_ids,
-        text_ids=sequences[0, len(prompt_ids) :].tolist(),
+        text_ids=sequences[0, length:].tolist(),
         codes=codes,
         waveform=waveform,
     )

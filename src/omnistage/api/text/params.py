@@ -97,7 +97,7 @@ def _convert(value: dict[str, Any], kind: type[SamplingParams], where: str) -> S
 
 
 def _shared(wishes: TokenWishes, params: OmniTokenSamplingParams) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"delta": wishes.stream}
     if wishes.knobs.seed is not None and params.seed is None:
         changes["seed"] = wishes.knobs.seed
     if wishes.voice is not None:

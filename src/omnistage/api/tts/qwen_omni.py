@@ -104,5 +104,6 @@ def _params(stage: ResolvedStage, request: SpeechRequest, voice: str | None) -> 
         top_p=request.top_p,
         top_k=request.top_k,
         repetition_penalty=request.repetition_penalty,
+        delta=request.stream is not False,
         extra_args={} if voice is None else {"voice": voice},
     )

@@ -1,4 +1,4 @@
-"""Builds the thinker and the talker of a checkpoint, each from its own part of the weights."""
+"""Builds the stages of a checkpoint, each from its own part of the weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from omnistage.ar.media_prompts import MediaPrompts
 from omnistage.ar.mrope import RopeIndex
 from omnistage.ar.part_loading import from_folder, model_len, plan_part, rows_of
 from omnistage.attention.paged import NAME
-from omnistage.contracts.errors import CheckpointError
-from omnistage.memory.transformers_loader import load_planned, load_tensors
+from omnistage.config.checks import suggestion
+from omnistage.contracts.errors import CheckpointError, ConfigurationError
+from omnistage.memory.budget import MemoryBudget
+from omnistage.memory.transformers_loader import (
+    load_planned,
+    load_tensors,
+    plan_transformers,
+)
 from omnistage.models.qwen2_5_omni.library import opens_speech_of_unpadded_prompts
 from omnistage.models.qwen2_5_omni.talker import TalkerModel
 from omnistage.models.qwen2_5_omni.talker_prompt import TalkerPrompts
 from omnistage.models.qwen2_5_omni.thinker import ThinkerModel
+from omnistage.models.qwen2_5_omni.token2wav import Token2Wav
+from omnistage.models.qwen2_5_omni.token2wav_options import read_options
 from omnistage.models.qwen2_5_omni.voices import read_voices
 from omnistage.observability.logging import get_logger
 
@@ -33,6 +41,14 @@ of the talker's `model`; a running request keeps one state of the thinker's for 
 OPENS_SPEECH = "opens_speech"
 """Option of the talker's `model`: whether codec tokens open the speech. Left out: as the installed
 `transformers` does, see `library`."""
+
+TALKER_OPTIONS: dict[str, type] = {
+    "voices": list,
+    "default_voice": str,
+    "max_codes": int,
+    OPENS_SPEECH: bool,
+}
+"""Of its `model`; the first two are what a server lists."""
 
 logger = get_logger(__name__)
 
@@ -63,7 +79,7 @@ def build_talker(stage: ResolvedStage, device: str, report: LoadReporter) -> Tal
     """A `TokenModelFactory`: the part "talker.", the voices, and some of the thinker's text
     embeddings."""
     folder = Path(stage.model_path)
-    config, own = _config(folder), stage.options.get("model", {})
+    config, own = _config(folder), _talker_options(stage)
     module: Any = load_planned(plan_talker(stage, device), report)
     voices = read_voices(folder)
     bos_ids = {name: voice.bos_id for name, voice in voices.items()}
@@ -77,12 +93,31 @@ def build_talker(stage: ResolvedStage, device: str, report: LoadReporter) -> Tal
             talker,
             rope_index(talker, config.thinker_config),
             bos_ids,
-            max_codes=int(own.get("max_codes", MAX_CODES)),
+            max_codes=own.get("max_codes", MAX_CODES),
             opens_speech=_opens_speech(own.get(OPENS_SPEECH)),
         ),
         rows=rows_of(stage),
         max_model_len=model_len(stage, talker),
         num_codes=config.token2wav_config.dit_config.num_embeds,
+    )
+
+
+def build_token2wav(
+    stage: ResolvedStage, device: str, max_streams: int, report: LoadReporter
+) -> Token2Wav:
+    """A `CodecModelFactory`: the part "token2wav." of the stage's checkpoint and its voices. Raises
+    `CheckpointError`, and `ConfigurationError` for options that are none."""
+    folder = Path(stage.model_path)
+    options = read_options(stage)
+    talker = _config(folder).talker_config
+    return Token2Wav(
+        load_planned(plan_token2wav(stage, device), report),
+        list(read_voices(folder).values()),
+        options,
+        vocab_size=talker.vocab_size,
+        end_ids=frozenset((talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id)),
+        device=device,
+        max_streams=max_streams,
     )
 
 
@@ -107,6 +142,26 @@ def plan_talker(stage: ResolvedStage, device: str) -> LoadPlan:
 
     config = _config(Path(stage.model_path)).talker_config
     return plan_part(Qwen2_5OmniTalkerForConditionalGeneration, stage, config, "talker.", device)
+
+
+def plan_token2wav(stage: ResolvedStage, device: str) -> LoadPlan:
+    """What `build_token2wav` loads, from configurations and headers. In float32, as
+    `Qwen2_5OmniForConditionalGeneration` runs it whatever the rest is."""
+    from transformers import Qwen2_5OmniToken2WavModel
+
+    folder = Path(stage.model_path)
+    plan = plan_transformers(
+        Qwen2_5OmniToken2WavModel,
+        folder,
+        config=_config(folder).token2wav_config,
+        prefix="token2wav.",
+        dtype="float32",
+        device=device,
+        attn_implementation="sdpa",
+    )
+    budget = MemoryBudget.of(stage.memory_budget_gib, device)
+    budget.check(plan.bytes_by_device, what=plan.cls.__name__)
+    return plan
 
 
 def thinker_eos_ids(folder: Path, config: Any, tokenizer: Any) -> frozenset[int]:
@@ -134,6 +189,21 @@ def rope_index(config: Any, thinker_config: Any) -> RopeIndex:
         config,
         thinker_config.vision_config.spatial_merge_size,
     )
+
+
+def _talker_options(stage: ResolvedStage) -> dict[str, Any]:
+    """Raises `ConfigurationError` for what `model` of the talker does not take."""
+    own: dict[str, Any] = dict(stage.options.get("model", {}))
+    for name, value in own.items():
+        if name not in TALKER_OPTIONS:
+            raise ConfigurationError(
+                f"unknown option model.{name} of stage {stage.stage_id}; "
+                f"{suggestion(name, TALKER_OPTIONS)}"
+            )
+        kind = TALKER_OPTIONS[name]
+        if type(value) is not kind or (kind is int and value < 1):
+            raise ConfigurationError(f"model.{name} must be of type {kind.__name__}, got {value!r}")
+    return own
 
 
 def _opens_speech(wanted: bool | None) -> bool:

@@ -66,7 +66,7 @@ def pipeline_config(index: Mapping[str, Any]) -> PipelineConfig:
             "min_input_tokens": 2,
             "model": {"voices": list(VOICES), "default_voice": DEFAULT_VOICE},
         }
-        options[TOKEN2WAV] = {"codec_model": f"{FOLDER}.token2wav:build_token2wav"}
+        options[TOKEN2WAV] = {"codec_model": f"{FOLDER}.loading:build_token2wav"}
         defaults[TALKER] = TALKER_DEFAULTS
     return PipelineConfig(
         model_type=MODEL_TYPE,

@@ -7,21 +7,18 @@ sound leaves as codes come. All of the past is taken into account exactly; of th
 `lookahead_blocks` are, where one pass lets every block, through its neighbours, depend on all that
 follow: chunks deviate from one pass by what that is worth (docs/contracts/models__qwen2_5_omni.md).
 Where chunks meet there is no seam: a chunk's spectrogram continues that of the chunk before, and
-the vocoder sees as much of both sides as it can reach.
+the vocoder sees enough of both sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.generation.codec import CodecStream
 from omnistage.contracts.errors import InternalError, InvalidRequestError
 from omnistage.contracts.identity import RequestKey
 from omnistage.contracts.payloads import StageData
-from omnistage.memory.budget import MemoryBudget
-from omnistage.memory.transformers_loader import load_planned, plan_transformers
 from omnistage.models.qwen2_5_omni.codes import SPEECH, SpeechSettings
 from omnistage.models.qwen2_5_omni.spectrum import (
     Velocity,
@@ -30,16 +27,13 @@ from omnistage.models.qwen2_5_omni.spectrum import (
     solve,
 )
 from omnistage.models.qwen2_5_omni.speech_stream import Heard, SpeechStream, Spoken
-from omnistage.models.qwen2_5_omni.token2wav_options import Token2WavOptions, read_options
+from omnistage.models.qwen2_5_omni.token2wav_options import Token2WavOptions
 from omnistage.models.qwen2_5_omni.vocoder import reach_frames
-from omnistage.models.qwen2_5_omni.voices import Voice, read_voices
+from omnistage.models.qwen2_5_omni.voices import Voice
 
 if TYPE_CHECKING:
     import torch
 
-    from omnistage.config.resolved import ResolvedStage
-    from omnistage.contracts.runtime import LoadReporter
-    from omnistage.memory.plan import LoadPlan
 
 SAMPLE_RATE = 24_000
 """Hz; no configuration of the checkpoint says it."""
@@ -80,8 +74,7 @@ class Token2Wav:
         self._options = options
         self._end_ids = end_ids
         self._device = device
-        reach = options.vocoder_context_frames
-        self.vocoder_reach = reach_frames(vocoder) if reach is None else reach
+        self.vocoder_reach = min(reach_frames(vocoder), options.vocoder_context_frames)
         self._past = blocks_seen_before(dit.config) * dit.block_size
         self._chunk = options.chunk_blocks * dit.block_size
         self._ahead = options.lookahead_blocks * dit.block_size
@@ -226,44 +219,3 @@ class Token2Wav:
         wave = self._vocoder(mel.T.unsqueeze(0)).reshape(-1).to(self._device)
         one.sound = wave[before * self._hop : (before + count) * self._hop]
         one.spoken = spoken.heard(last, keep=reach)
-
-
-def plan_token2wav(stage: ResolvedStage, device: str) -> LoadPlan:
-    """What `build_token2wav` loads, from configurations and headers. In float32, as
-    `Qwen2_5OmniForConditionalGeneration` runs it whatever the rest is."""
-    from transformers import AutoConfig, Qwen2_5OmniToken2WavModel
-
-    folder = Path(stage.model_path)
-    plan = plan_transformers(
-        Qwen2_5OmniToken2WavModel,
-        folder,
-        config=AutoConfig.from_pretrained(folder, local_files_only=True).token2wav_config,
-        prefix="token2wav.",
-        dtype="float32",
-        device=device,
-        attn_implementation="sdpa",
-    )
-    budget = MemoryBudget.of(stage.memory_budget_gib, device)
-    budget.check(plan.bytes_by_device, what=plan.cls.__name__)
-    return plan
-
-
-def build_token2wav(
-    stage: ResolvedStage, device: str, max_streams: int, report: LoadReporter
-) -> Token2Wav:
-    """A `CodecModelFactory`: the part "token2wav." of the stage's checkpoint and its voices. Raises
-    `CheckpointError`, and `ConfigurationError` for options that are none."""
-    from transformers import AutoConfig
-
-    folder = Path(stage.model_path)
-    options = read_options(stage)
-    talker = AutoConfig.from_pretrained(folder, local_files_only=True).talker_config
-    return Token2Wav(
-        load_planned(plan_token2wav(stage, device), report),
-        list(read_voices(folder).values()),
-        options,
-        vocab_size=talker.vocab_size,
-        end_ids=frozenset((talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id)),
-        device=device,
-        max_streams=max_streams,
-    )

@@ -17,12 +17,13 @@ class Token2WavOptions:
     """`chunked` for requests that do not say: None, those that stream get chunks and the others one
     pass. A chunk is `chunk_blocks` of the transformer's blocks (12 codes, 0.24 s, in the released
     model) and waits for `lookahead_blocks` more. `vocoder_context_frames` of the spectrogram are
-    known on both sides before a frame becomes sound; None: as many as the vocoder reaches."""
+    known on both sides before a frame becomes sound, or as many as the vocoder reaches: 37 in the
+    released model, where with random weights 24 leave an error of 4e-6 of the peak, 16 of 2e-3."""
 
     chunked: bool | None = None
     chunk_blocks: int = 2
     lookahead_blocks: int = 1
-    vocoder_context_frames: int | None = None
+    vocoder_context_frames: int = 24
 
 
 _LEAST = {"chunk_blocks": 1, "lookahead_blocks": 0, "vocoder_context_frames": 0}
