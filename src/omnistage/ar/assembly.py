@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from omnistage.ar import gate, gate_probe
-from omnistage.ar.cpu_weights import pack_linears
+from omnistage.ar.cpu_weights import join_and_pack
 from omnistage.ar.graphs import DecodeGraphs, graph_sizes
 from omnistage.ar.kv_cache import DeviceMemory, KVCache, cache_bytes, plan_cache, token_bytes
 from omnistage.ar.model import TokenModel
@@ -22,6 +22,8 @@ from omnistage.ar.sampling.sampler import Sampler
 from omnistage.ar.step_clock import StepClock
 from omnistage.ar.step_input import DecodeInput
 from omnistage.ar.step_runner import StepRunner
+from omnistage.ar.warm_up import warm_up
+from omnistage.attention.cpu_kernel import decode_kernel
 from omnistage.attention.paged import PagedBackend
 from omnistage.attention.paged_torch import TorchPagedBackend
 from omnistage.contracts.runtime import LoadReporter
@@ -49,7 +51,7 @@ def assemble(
 ) -> Assembly:
     """Raises `UnsupportedCombinationError` for a model that the gate refuses, `ConfigurationError`
     for a cache that does not fit."""
-    backend = make_backend(device)
+    backend = make_backend(device, fast=options.fuse_layers)
     dtype = gate_probe.dtype_of(model)
     report("trying packed batches", None)
     reference = gate.reference_logits(model)
@@ -76,14 +78,18 @@ def assemble(
     runner = StepRunner(
         model, cache, backend, step_input, Sampler(state), payloads=options.emits_payload
     )
+    sequences = SequenceTable(model, state, step_input, max_num_seqs=options.max_num_seqs)
     notes |= capture_decoding(runner, options, device, report)
+    if device != "cpu":
+        with torch.inference_mode():
+            warm_up(runner, sequences, options, report)
     return Assembly(
         model=model,
         device=device,
         dtype=dtype,
         cache=cache,
         runner=runner,
-        sequences=SequenceTable(model, state, step_input, max_num_seqs=options.max_num_seqs),
+        sequences=sequences,
         copier=HostCopier(device),
         clock=StepClock(device),
         graphs=getattr(runner.decode_forward, "describe", dict),
@@ -91,9 +97,11 @@ def assemble(
     )
 
 
-def make_backend(device: str) -> PagedBackend:
-    """Kernels of our own on a GPU that has a compiler for them."""
-    if device == "cpu" or find_spec("triton") is None:
+def make_backend(device: str, *, fast: bool = True) -> PagedBackend:
+    """Kernels of our own where there is a compiler for them; on a CPU only if `fast`."""
+    if device == "cpu":
+        return TorchPagedBackend(kernel=decode_kernel() if fast else None)
+    if find_spec("triton") is None:
         return TorchPagedBackend()
     from omnistage.attention.triton_backend import TritonPagedBackend
 
@@ -107,7 +115,7 @@ def prepare_weights(
     if not options.fuse_layers:
         return {}
     if device == "cpu":
-        return {"packed_layers": pack_linears(model.module)}
+        return join_and_pack(model)
     if options.enforce_eager:
         return {}
     from omnistage.ar.surgery import fuse_for_gpu

@@ -13,7 +13,15 @@ MOST_EXPERT_TOKENS = 256
 """Up to here reading each chosen expert once wins; beyond, `transformers`' grouped products do."""
 
 
-@torch.library.custom_op("omnistage::linear", mutates_args=())
+_LIBRARY = torch.library.Library("omnistage", "FRAGMENT")
+"""Defined here rather than by `torch.library.custom_op`, which checks so much in each call that a
+small step of many layers took twice as long."""
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define(
+    "experts(Tensor x, Tensor experts, Tensor scores, Tensor gate_up, Tensor down) -> Tensor"
+)
+
+
 def few_row_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -25,12 +33,10 @@ def few_row_linear(
     return linear(x, weight, bias)
 
 
-@few_row_linear.register_fake
 def _linear_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("omnistage::experts", mutates_args=())
 def few_token_experts(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -50,7 +56,6 @@ def few_token_experts(
     return triton_experts.few_token_experts(x, experts, scores, gate_up, down)
 
 
-@few_token_experts.register_fake
 def _experts_shape(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -72,3 +77,10 @@ def _experts_in_torch(
     gate, up = torch.einsum("tkih,th->tki", gate_up[experts], x).chunk(2, dim=-1)
     out = torch.einsum("tkhi,tki->tkh", down[experts], silu(gate) * up)
     return (out * scores.unsqueeze(-1)).sum(1)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("linear", few_row_linear, _device)
+    _LIBRARY.impl("experts", few_token_experts, _device)
+torch.library.register_fake("omnistage::linear", _linear_shape, lib=_LIBRARY)
+torch.library.register_fake("omnistage::experts", _experts_shape, lib=_LIBRARY)

@@ -97,6 +97,12 @@ class StepRunner:
         hidden = self._forward(batch, step)
         return hidden, self.model.logits(hidden)
 
+    def warm_sampling(self, size: int, features: SamplingFeatures) -> None:
+        """Sample a step of padding, so that no request waits for a kernel to be compiled."""
+        self.sampler.state.reserve(features)
+        self.step_input.fill([], size)
+        self._decode(size, features)
+
     def _decode(self, size: int, features: SamplingFeatures) -> StepResult:
         filled = self.step_input
         hidden, logits = self.decode_forward(size)
@@ -118,14 +124,16 @@ class StepRunner:
         hidden = self._forward(batch, self._mixed_step(all_rows, len(decodes), rows))
         if not sampling:
             return None
-        lasts = self._to_device([self._last_places(decodes, chunk_rows)])[0]
-        places = [row.start + row.count for row, _ in sampling]
-        numbers = [live.sequence.row for _, live in sampling]
-        sample_rows, sample_places = self._to_device([numbers, places])
+        size = self.padded(len(sampling))
+        padding = size - len(sampling)
+        lasts = self._last_places(decodes, chunk_rows) + [0] * padding
+        numbers = [live.sequence.row for _, live in sampling] + [filled.max_num_seqs] * padding
+        places = [row.start + row.count for row, _ in sampling] + [1] * padding
+        lasts, sample_rows, sample_places = self._to_device([lasts, numbers, places])
         bitmask = None
         if features.bitmask:
-            masks = [row.bitmask for row, _ in sampling]
-            host = filled.host_bitmask(masks, len(sampling))
+            masks = [row.bitmask for row, _ in sampling] + [None] * padding
+            host = filled.host_bitmask(masks, size)
             bitmask = host.to(filled.device, non_blocking=True)
         last = hidden[lasts]
         return self._sample(

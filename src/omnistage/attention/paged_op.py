@@ -9,8 +9,13 @@ import torch
 
 from omnistage.attention.paged import attend_next_layer
 
+_LIBRARY = torch.library.Library("omnistage", "FRAGMENT")
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, float scale, int window, "
+    "float softcap) -> Tensor"
+)
 
-@torch.library.custom_op("omnistage::paged_attention", mutates_args=())
+
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -25,7 +30,6 @@ def paged_attention(
     return attend_next_layer(query, key, value, scale, window or None, softcap or None)
 
 
-@paged_attention.register_fake
 def _attention_shape(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -35,3 +39,8 @@ def _attention_shape(
     softcap: float,
 ) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("paged_attention", paged_attention, _device)
+torch.library.register_fake("omnistage::paged_attention", _attention_shape, lib=_LIBRARY)

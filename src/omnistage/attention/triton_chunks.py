@@ -22,12 +22,11 @@ ROWS = 128
 
 
 class Tiles(NamedTuple):
-    """What each program of a step does, on the device, int32: its chunk, and the first of its
-    queries in the chunk. `bounds` (chunks, 3): a chunk's first packed token, its length, its
-    context."""
+    """What each program of a step does, on the device, int32. `places` (tiles, 2): its chunk, and
+    the first of its queries in the chunk. `bounds` (chunks, 3): a chunk's first packed token, its
+    length, its context."""
 
-    chunk: torch.Tensor
-    first: torch.Tensor
+    places: torch.Tensor
     bounds: torch.Tensor
     queries: int
 
@@ -44,17 +43,16 @@ def plan_tiles(
     places = [(c, f) for c, n in enumerate(lengths) for f in range(0, n, queries)]
     # Programs with the most keys first: the last ones to finish are then short.
     places.sort(key=lambda place: lengths[place[0]] - contexts[place[0]] - place[1])
-    host = torch.tensor(places, dtype=torch.int32).T.contiguous()
+    host = torch.tensor(places, dtype=torch.int32)
     bounds = torch.tensor(list(zip(starts, lengths, contexts, strict=True)), dtype=torch.int32)
     if torch.device(device).type == "cuda":
         host, bounds = host.pin_memory(), bounds.pin_memory()
-    on_device = host.to(device, non_blocking=True)
-    return Tiles(on_device[0], on_device[1], bounds.to(device, non_blocking=True), queries)
+    return Tiles(host.to(device, non_blocking=True), bounds.to(device, non_blocking=True), queries)
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables"])
 def _chunks(
-    query, keys, values, tables, tile_chunk, tile_first, bounds, out,
+    query, keys, values, tables, tiles, bounds, out,
     scale, softcap, table_width, q_token, q_head,
     k_block, k_token, k_head, v_block, v_token, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr,
@@ -63,8 +61,8 @@ def _chunks(
     CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles, heads of keys."""
-    chunk = tl.load(tile_chunk + tl.program_id(0))
-    first = tl.load(tile_first + tl.program_id(0))
+    chunk = tl.load(tiles + tl.program_id(0) * 2)
+    first = tl.load(tiles + tl.program_id(0) * 2 + 1)
     head = tl.program_id(1)
     start = tl.load(bounds + chunk * 3)
     length = tl.load(bounds + chunk * 3 + 1)
@@ -145,8 +143,8 @@ def attend_chunks(
     kv_heads, value_dim = kv.keys.shape[2], kv.values.shape[3]
     group = heads // kv_heads
     k, v = kv.keys.stride(), kv.values.stride()
-    _chunks[(tiles.chunk.shape[0], kv_heads)](
-        query, kv.keys, kv.values, block_tables, tiles.chunk, tiles.first, tiles.bounds, out,
+    _chunks[(tiles.places.shape[0], kv_heads)](
+        query, kv.keys, kv.values, block_tables, tiles.places, tiles.bounds, out,
         scale, softcap or 0.0, block_tables.stride(0), query.stride(0), query.stride(1),
         k[0], k[1], k[2], v[0], v[1], v[2],
         heads, group, triton.next_power_of_2(group), tiles.queries,

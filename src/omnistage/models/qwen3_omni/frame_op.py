@@ -10,7 +10,10 @@ import torch
 from omnistage.models.qwen3_omni.frame_cache import attend_next_layer
 
 
-@torch.library.custom_op("omnistage::frame_attention", mutates_args=())
+_LIBRARY = torch.library.Library("omnistage", "FRAGMENT")
+_LIBRARY.define("frame_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
+
+
 def frame_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -18,9 +21,13 @@ def frame_attention(
     return attend_next_layer(query, key, value, scale)
 
 
-@frame_attention.register_fake
 def _shape(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
     batch, heads, count, dim = query.shape
     return query.new_empty(batch, count, heads, dim)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("frame_attention", frame_attention, _device)
+torch.library.register_fake("omnistage::frame_attention", _shape, lib=_LIBRARY)
