@@ -9,6 +9,7 @@ import torch
 
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
+from omnistage.models.qwen2_5_omni.library import opens_speech_of_unpadded_prompts
 from omnistage.models.qwen2_5_omni.talker import TalkerModel
 from omnistage.models.qwen2_5_omni.thinker import PROMPT_STATES, REPLY_STATES
 from tests.models.qwen2_5_omni import reference
@@ -136,7 +137,10 @@ def test_a_reply_that_lacks_a_state_is_noticed():
 def test_an_answer_without_a_state_ends_at_once():
     data, _, _ = think("text")
     loop, sequence = listen(data, [])
-    end = loop.model._text_embeds[loop.model.module.config.tts_text_end_token_id]
+    config = loop.model.module.config
+    end = loop.model._text_embeds[config.tts_text_end_token_id]
+    if opens_speech_of_unpadded_prompts():
+        end = end + loop.model.module.model.embed_tokens.weight[config.tts_codec_start_token_id]
     assert torch.equal(sequence.own["prompt_embeds"][-1], end)
     assert torch.equal(loop.model._rows._states[ROW, 0], loop.model._rows.pad)
 
