@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from omnistage.ar import cpu_weights
 from omnistage.ar.cpu_weights import PackedLinear, pack_linears
+from omnistage.ar.fusion import LeadingLinear
+from omnistage.attention.cpu_kernel import decode_kernel
 from tests.ar.test_greedy_parity import assert_generated, prompts, serve
 from tests.checkpoints import checkpoint
 
@@ -58,6 +60,11 @@ def test_tokens_are_the_same_with_and_without(family, monkeypatch):
     off, tokens_off = serve(family, batch, max_num_seqs=6, fuse_layers=False)
     model_on, model_off = (d.executor.inner._loaded.model.module for d in (on, off))
     assert "lm_head" in packed_parts(model_on)
+    leaders = [part for part in model_on.modules() if isinstance(part, LeadingLinear)]
+    assert leaders
+    assert all(leader.weight is None for leader in leaders)
+    kernels = [d.executor.inner._loaded.runner.backend.kernel for d in (on, off)]
+    assert kernels == [decode_kernel(), None]
     plain = AutoModelForCausalLM.from_pretrained(checkpoint(family))
     assert [type(part) for part in model_off.modules()] == [type(part) for part in plain.modules()]
     assert tokens_on == tokens_off

@@ -56,6 +56,11 @@ class LeadingLinear(nn.Module):
         self._rest = rest
         return first
 
+    def multiply_by(self, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on `product` holds the weights, in a form of its own."""
+        self._product = lambda x, weight, bias: product(x)
+        self.weight = self.bias = None
+
     def next_part(self) -> torch.Tensor:
         if self._rest is None:
             raise RuntimeError("a projection was called before the one that leads it")

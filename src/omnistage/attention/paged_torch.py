@@ -14,6 +14,8 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from omnistage.attention import cpu_kernel
+from omnistage.attention.cpu_kernel import DecodeKernel
 from omnistage.attention.paged import PagedBackend, PagedKV, PagedStep
 
 
@@ -28,8 +30,12 @@ class _Row:
 
 @dataclass(slots=True, eq=False)
 class TorchPagedBackend(PagedBackend):
-    """See `PagedBackend`. One a thread: it keeps what the layers of one step share."""
+    """See `PagedBackend`. One a thread: it keeps what the layers of one step share.
 
+    `kernel` is that of `cpu_kernel`, for tensors on a CPU; None leaves all to torch.
+    """
+
+    kernel: DecodeKernel | None = None
     _decodes: list[_Row] = field(default_factory=list)
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -61,6 +67,10 @@ class TorchPagedBackend(PagedBackend):
         softcap: float | None,
     ) -> torch.Tensor:
         """The query heads of one kv head are the queries of one call: keys are not repeated."""
+        if self.kernel is not None and cpu_kernel.usable(query, kv.keys, kv.values):
+            how = {"scale": scale, "window": window, "softcap": softcap}
+            places = (block_tables, context_lens)
+            return cpu_kernel.decode(self.kernel, query, kv.keys, kv.values, *places, **how)
         rows, heads, _ = query.shape
         kv_heads = kv.keys.shape[2]
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, -1).split(1)
