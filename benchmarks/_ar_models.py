@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -76,6 +77,16 @@ def _causal_lm(shape: str, device: str) -> Any:
 
 def token_stage(model: str, device: str, **settings: Any) -> Any:
     """A `ResolvedStage` whose model is the factory `_ar_models:<model>`."""
+    return _stage(f"_ar_models:{model}", "random weights", device, **settings)
+
+
+def loaded_stage(model_path: str, dtype: str, **settings: Any) -> Any:
+    """A `ResolvedStage` on the CPU that loads a checkpoint as the engine's own does."""
+    factory = "omnistage.models.causal_lm.model:build"
+    return _stage(factory, model_path, "cpu", dtype=dtype, **settings)
+
+
+def _stage(factory: str, model_path: str, device: str, **settings: Any) -> Any:
     from omnistage.config.pipeline import ExecutionType, StageConfig
     from omnistage.config.resolved import ResolvedStage
     from omnistage.contracts.modalities import Modality
@@ -89,9 +100,67 @@ def token_stage(model: str, device: str, **settings: Any) -> Any:
             final_output=True,
             output_modality=Modality.TOKENS,
         ),
-        model_path="random weights",
+        model_path=model_path,
         process="inline",
         devices=(device,),
-        options={"token_model": f"_ar_models:{model}"},
+        options={"token_model": factory},
         **settings,
     )
+
+
+LLAMA_135M: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""SmolLM2-135M."""
+QWEN3_58M: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 65536,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+}
+"""58 million weights, of which the embeddings, which are the head too, are 34 million."""
+
+
+def save_checkpoint(shape: str, folder: Path) -> None:
+    """Random float32 weights of a shape with a tokenizer of one word a token, as `save_pretrained`
+    writes them: what any server loads."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+
+    made = {
+        "llama-135m": (LlamaForCausalLM, LlamaConfig, LLAMA_135M),
+        "qwen3-58m": (Qwen3ForCausalLM, Qwen3Config, QWEN3_58M),
+    }
+    module_class, config_class, values = made[shape]
+    torch.manual_seed(0)
+    module_class(config_class(**values)).save_pretrained(folder)
+    words = {f"word{index}": index for index in range(values["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="word2").save_pretrained(folder)

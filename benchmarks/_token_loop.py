@@ -40,6 +40,7 @@ class TokenLoop:
         self.description = self.executor.load(lambda note, fraction: None)
         self.context = Context()
         self.tokens: dict[str, int] = {}
+        self.generated: dict[str, list[int]] = {}
         self.finished_s: dict[str, float] = {}
         self.emissions: list[Any] = []
 
@@ -82,7 +83,9 @@ class TokenLoop:
             name = emission.identity.request_id
             if emission.error is not None:
                 raise RuntimeError(f"{name}: {emission.error}")
-            self.tokens[name] += len(emission.data.fields["token_ids"])
+            token_ids = emission.data.fields["token_ids"]
+            self.tokens[name] += len(token_ids)
+            self.generated.setdefault(name, []).extend(token_ids)
             if emission.final:
                 self.finished_s[name] = time.perf_counter()
                 self.executor.release(emission.identity.key)
