@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from omnistage.ar.tokenizer import load_tokenizer, prepare_text
+from omnistage.ar.tokenizer import encode, load_tokenizer, prepare_text
 from omnistage.contracts.errors import CheckpointError, InvalidRequestError
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
@@ -115,6 +115,29 @@ def test_what_cannot_be_a_prompt_names_its_field(fields, param, words):
 
 
 @pytest.mark.invariant("AR-INV-222")
+class Reader:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self):
+        self.most = 0
+
+    def __call__(self, text, **options):
+        self.most = max(self.most, len(text))
+        return tokenizer()(text, **options)
+
+
+def test_of_a_text_far_beyond_the_limit_only_the_beginning_is_read():
+    reader = Reader()
+    with pytest.raises(InvalidRequestError, match=r"400000 characters.*max_model_len is 10:"):
+        encode(reader, "cat " * 100_000, False, 10)
+    assert 0 < reader.most <= 1000
+
+
+def test_a_long_text_of_few_tokens_is_read_whole():
+    """`<|endoftext|>` is one token of 13 characters: its beginning shows no excess."""
+    assert len(encode(tokenizer(), "<|endoftext|>" * 25, False, 8)) == 25
+
+
 def test_several_threads_may_use_one_tokenizer():
     texts = [f"the {'red ' * (i % 7)}cat {i}" for i in range(200)]
     expected = [prepared(prompt=text) for text in texts]

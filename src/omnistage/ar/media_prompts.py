@@ -106,9 +106,9 @@ class MediaPrompts:
             return checked_ids(data.fields[source], self._vocab_size)
         if source == MESSAGES:
             text = chat_text(data, self._renderer)
-            return encode(self.tokenizer, text, add_special_tokens=False)
+            return encode(self.tokenizer, text, False, self._max_model_len)
         special = data.fields.get("add_special_tokens", True)
-        return encode(self.tokenizer, data.fields[source], special)
+        return encode(self.tokenizer, data.fields[source], special, self._max_model_len)
 
     def _sound_in_video(self, data: StageData) -> bool:
         options = data.fields.get("mm_processor_kwargs") or {}

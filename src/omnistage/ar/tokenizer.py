@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PROMPT, PROMPT_TOKEN_IDS, MESSAGES = "prompt", "prompt_token_ids", "messages"
 SOURCES = (PROMPT, PROMPT_TOKEN_IDS, MESSAGES)
 
+_CHARS_PER_TOKEN = 16
+"""More than texts of any language have on average, long runs of blanks left aside."""
+
 
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, or of a GGUF file, with its chat template. From then on it may be
@@ -55,9 +58,10 @@ def prepare_text(
     if source == PROMPT_TOKEN_IDS:
         ids = checked_ids(data.fields[source], vocab_size)
     elif source == PROMPT:
-        ids = encode(tokenizer, data.fields[source], data.fields.get("add_special_tokens", True))
+        special = data.fields.get("add_special_tokens", True)
+        ids = encode(tokenizer, data.fields[source], special, max_model_len)
     else:
-        ids = encode(tokenizer, chat_text(data, tokenizer), add_special_tokens=False)
+        ids = encode(tokenizer, chat_text(data, tokenizer), False, max_model_len)
     check_length(len(ids), max_model_len, param=source)
     return ids
 
@@ -98,9 +102,12 @@ def chat_text(data: StageData, renderer: Any) -> str:
     )
 
 
-def encode(tokenizer: Any, text: Any, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text. Raises `InvalidRequestError` when it is no string or holds lone halves
-    of surrogate pairs, which no tokenizer takes."""
+def encode(
+    tokenizer: Any, text: Any, add_special_tokens: bool, max_model_len: int | None
+) -> list[int]:
+    """Token ids of a text. Raises `InvalidRequestError` when it is no string, holds lone halves of
+    surrogate pairs, which no tokenizer takes, or has many times more tokens than may be: of such a
+    text only the beginning is read, since all of it may take minutes."""
     if not isinstance(text, str):
         raise InvalidRequestError(
             f"prompt must be a string, got {type(text).__name__}", param=PROMPT
@@ -111,8 +118,22 @@ def encode(tokenizer: Any, text: Any, add_special_tokens: bool) -> list[int]:
         raise InvalidRequestError(
             f"the text is no valid Unicode: {error.reason} at character {error.start}", param=PROMPT
         ) from error
+    if max_model_len is not None and len(text) > 2 * _CHARS_PER_TOKEN * max_model_len:
+        beginning = text[: _CHARS_PER_TOKEN * max_model_len]
+        _check_beginning(tokenizer, beginning, len(text), max_model_len)
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
     return ids
+
+
+def _check_beginning(tokenizer: Any, beginning: str, num_chars: int, max_model_len: int) -> None:
+    """Twice the limit leaves no doubt, although the last word may be cut."""
+    known = len(tokenizer(beginning, add_special_tokens=False, verbose=False).input_ids)
+    if known > 2 * max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_chars} characters, the first {len(beginning)} of them {known} "
+            f"tokens; max_model_len is {max_model_len}: shorten the prompt",
+            param=PROMPT,
+        )
 
 
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
