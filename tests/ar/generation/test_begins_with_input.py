@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from omnistage.contracts.errors import RequestCancelledError
 from omnistage.contracts.identity import RequestIdentity
 from omnistage.contracts.runtime import StageRequest
 from omnistage.contracts.sampling import OmniTokenSamplingParams
@@ -48,6 +50,28 @@ def heard(world: Driver, name: str, first: float) -> list[Any]:
     while world.step():
         pass
     return world.emissions[name]
+
+
+@pytest.mark.invariant("AR-INV-126")
+def test_a_long_call_ends_when_nobody_listens_any_more() -> None:
+    world = Driver(generation_stage(options={"codec_model": NAME}))
+    world.model.between = lambda: None
+    calls = []
+
+    def cancelled_meanwhile(batch: int) -> None:
+        for _ in range(3):
+            calls.append(batch)
+            world.model.between()
+            world.cancelled.add(("a", 0))
+
+    world.model.fail = cancelled_meanwhile
+    heard(world, "b", 1.0)
+    assert world.emissions["b"][-1].error is None
+    calls.clear()
+    world.cancelled.clear()
+    [only] = heard(world, "a", 1.0)
+    assert isinstance(only.error, RequestCancelledError)
+    assert len(calls) == 2
 
 
 def test_a_stream_begins_with_its_requests_input_and_says_nothing_until_it_has_sound() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -11,7 +13,9 @@ from omnistage.models.qwen2_5_omni.library import opens_speech_of_unpadded_promp
 from tests.checkpoints import checkpoint
 from tests.models.qwen2_5_omni import reference
 from tests.models.qwen2_5_omni.requests import PARAMS, TALKER_PARAMS, THINKER_PARAMS, omni_prompt
+from tests.toy.leaks import assert_idle
 
+GUARD_S = 120.0
 LOUD_RMS = 0.05
 WORST_OF_PEAK = 1e-5
 THINKER_STAGE, TALKER_STAGE, TOKEN2WAV_STAGE = 0, 1, 2
@@ -165,3 +169,37 @@ async def test_sound_streams_in_chunks_close_to_one_pass():
     sound, theirs = np.concatenate(pieces), expected.waveform.numpy()
     assert sound.shape == theirs.shape
     assert np.abs(sound - theirs).max() <= 0.02 * np.abs(theirs).max()
+
+
+async def test_an_abort_stops_a_pass_that_is_under_way(monkeypatch):
+    from omnistage import AsyncOmni
+    from omnistage.models.qwen2_5_omni.spectrum import Velocity
+
+    evaluations, first = [], asyncio.Event()
+    loop, evaluate = asyncio.get_running_loop(), Velocity.__call__
+
+    def counted(self, time, state):
+        evaluations.append(1)
+        loop.call_soon_threadsafe(first.set)
+        return evaluate(self, time, state)
+
+    monkeypatch.setattr(Velocity, "__call__", counted)
+    wishes = GenericParams(extra_args={"chunked": False, "num_steps": 100})
+    folder = str(checkpoint(reference.CHECKPOINT))
+    async with AsyncOmni(folder, process="inline", kv_cache_gib=0.05) as engine:
+        events = engine.generate(
+            omni_prompt(reference.CASES["image"]),
+            sampling_params_list=[THINKER_PARAMS, TALKER_PARAMS, wishes],
+        )
+        reader = asyncio.create_task(_read(events))
+        await asyncio.wait_for(first.wait(), GUARD_S)
+        reader.cancel()
+        await asyncio.wait({reader})
+        await assert_idle(engine)
+        assert 0 < len(evaluations) < 4 * 99
+        again = engine.generate(omni_prompt(reference.CASES["text"]), sampling_params_list=PARAMS)
+        assert (await _read(again))[-1].finished
+
+
+async def _read(events):
+    return [event async for event in events]

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from omnistage.ar.generation.codec import TakesLong
 from omnistage.config.pipeline import ExecutionType
 from omnistage.contracts.errors import CheckpointError, ConfigurationError
 from omnistage.contracts.modalities import Modality
@@ -203,6 +204,21 @@ def test_a_failed_call_leaves_a_stream_as_it_was(monkeypatch):
 
 def _fails(*args, **kwargs):
     raise MemoryError
+
+
+def test_a_long_pass_can_be_stopped_between_evaluations():
+    model, calls = built(), []
+
+    def stop_at_the_third():
+        calls.append(1)
+        if len(calls) == 3:
+            raise InterruptedError
+
+    model.between = stop_at_the_third
+    with pytest.raises(InterruptedError):
+        pieces_of(model, begin(model), codes_of(12))
+    assert len(calls) == 3
+    assert isinstance(model, TakesLong)
 
 
 def test_an_end_makes_no_sound():

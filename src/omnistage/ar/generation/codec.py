@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -70,6 +70,14 @@ class BeginsWithInput(Protocol):
 
     def begin_with(self, key: RequestKey, start: StageData) -> CodecStream:
         """In the place of `begin`. `start` is the request's first input, as it was adapted."""
+
+
+@runtime_checkable
+class TakesLong(Protocol):
+    """A `CodecModel` whose calls may take seconds: it calls `between` now and then, which is set
+    before each call, and lets what that raises pass."""
+
+    between: Callable[[], None]
 
 
 class CodecModelFactory(Protocol):

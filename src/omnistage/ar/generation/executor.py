@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from omnistage.ar.generation.codec import (
     CodecModel,
     CodecModelFactory,
     CodecStream,
+    TakesLong,
 )
 from omnistage.ar.generation.late_audio import send_audio
 from omnistage.ar.generation.options import GenerationOptions
@@ -21,6 +23,7 @@ from omnistage.contracts.errors import (
     InternalError,
     InvalidRequestError,
     OmniError,
+    RequestCancelledError,
     StageLostError,
     UnsupportedCombinationError,
 )
@@ -125,6 +128,8 @@ class GenerationExecutor:
     def _decode(self, model: CodecModel, rows: list[Row], context: ExecutionContext) -> None:
         import torch
 
+        if isinstance(model, TakesLong):
+            model.between = partial(_stop_without_listeners, context, rows)
         streams = [self._stream(model, row[0], row[1], row[3]) for row in rows]
         frames = [piece.frames for _, piece, _, _ in rows]
         waves = [torch.empty(0, device=self._device)] * len(rows)
@@ -164,3 +169,10 @@ class GenerationExecutor:
         if self._model is None:
             raise InternalError("the generation stage has not loaded its model, or is closed")
         return self._model
+
+
+def _stop_without_listeners(context: ExecutionContext, rows: list[Row]) -> None:
+    """Mark liveness; raises `RequestCancelledError` once nobody wants any of the audio."""
+    cancelled = context.checkpoint()
+    if all(row[0].key in cancelled for row in rows):
+        raise RequestCancelledError("nobody listens any more")

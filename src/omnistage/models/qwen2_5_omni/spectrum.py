@@ -8,6 +8,7 @@ solver's evaluations saw: with that a window goes on as if the past were part of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class Velocity:
     """The right-hand side of the solver's equation for B windows of n frames, guided.
 
     past (B, evaluations, p, mel_dim) are the states of the p frames before the window, by
-    evaluation. codes (B, (p + n) / repeats) int64; conditions (B, enc_emb_dim); references
-    (B, m, mel_dim). `seen` are the window's states, as they come.
+    evaluation; `between` is called before each. codes (B, (p + n) / repeats) int64; conditions
+    (B, enc_emb_dim); references (B, m, mel_dim). `seen` are the window's states, as they come.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class Velocity:
         references: torch.Tensor,
         past: torch.Tensor,
         settings: SpeechSettings,
+        between: Callable[[], None],
     ) -> None:
         self.seen: list[torch.Tensor] = []
         self._module = module
+        self._between = between
         self._codes = codes
         self._past = past
         self._guidance = settings.guidance_scale
@@ -50,6 +53,7 @@ class Velocity:
     def __call__(self, time: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         import torch
 
+        self._between()
         known = self._past.shape[2]
         whole = state
         if known:

@@ -12,7 +12,7 @@ the vocoder sees enough of both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.generation.codec import CodecStream
@@ -65,6 +65,7 @@ class Token2Wav:
         self.module = module
         self.codebook_size = vocab_size
         self.max_streams = max_streams
+        self.between: Callable[[], None] = lambda: None
         self._hop = 1
         for stride in vocoder.config.upsample_rates:
             self._hop *= stride
@@ -200,6 +201,7 @@ class Token2Wav:
             torch.cat([one.stream.voice.reference_mel for one in windows]),
             torch.stack([one.spoken.states for one in windows]),
             settings,
+            self.between,
         )
         mels, states = solve(velocity, noise, settings)
         for index, one in enumerate(windows):
