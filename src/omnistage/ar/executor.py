@@ -96,6 +96,7 @@ class TokenExecutor:
         from omnistage.attention.paged import register
 
         register()
+        platform_of(self._device).adopt_stream(self._device, urgent=not self._options.entry)
         factory = pkgutil.resolve_name(self._options.token_model)
         model: TokenModel = factory(self._stage, self._device, report)
         self._parts = assemble(model, self._options, self._device, report)

@@ -147,6 +147,11 @@ class Platform(Protocol):
         """Work started inside runs on `stream`."""
         ...
 
+    def adopt_stream(self, device: str, *, urgent: bool = False) -> None:
+        """From now on this thread's work goes to a stream of its own: threads that share a device
+        do not queue behind each other. Where both wait, `urgent` work goes first."""
+        return None
+
     def event(self, device: str, *, timing: bool = False) -> Event: ...
 
     def synchronize(self, device: str) -> None:

@@ -64,6 +64,12 @@ class CudaPlatform(Platform):
         scope: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return scope
 
+    def adopt_stream(self, device: str, *, urgent: bool = False) -> None:
+        import torch
+
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1 if urgent else 0))
+
     def event(self, device: str, *, timing: bool = False) -> Any:
         """Belongs to the device of the stream that first records it."""
         import torch

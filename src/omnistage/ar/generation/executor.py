@@ -31,6 +31,7 @@ from omnistage.contracts.identity import RequestIdentity, RequestKey
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command, ExecutionContext, LoadReporter
+from omnistage.platforms.registry import platform_of
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
@@ -58,6 +59,7 @@ class GenerationExecutor:
     def load(self, report: LoadReporter) -> dict[str, Any]:
         """Raises `ConfigurationError` for an option codec_model that names nothing, and what the
         factory raises."""
+        platform_of(self._device).adopt_stream(self._device, urgent=True)
         factory: CodecModelFactory = load_named("codec_model", self._options.codec_model)
         self._model = factory(self._stage, self._device, self._options.max_streams, report)
         return {"device": self._device, "dtype": self._stage.dtype, **self._model.describe()}
