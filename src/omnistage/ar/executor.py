@@ -42,6 +42,7 @@ from omnistage.contracts.runtime import (
     LoadReporter,
     StageRequest,
 )
+from omnistage.platforms.registry import platform_of
 
 if TYPE_CHECKING:
     from omnistage.ar.assembly import Assembly
