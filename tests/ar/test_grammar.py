@@ -216,3 +216,22 @@ def test_equal_specifications_are_compiled_once_and_the_cache_is_bounded():
         compiling.compile(StructuredOutput(regex=f"b{number}"))
     assert compiling.compile(StructuredOutput(regex="a")) is not first
     assert len(compiling._cache) == grammar_module.MAX_CACHED
+
+
+def test_blanks_in_json_come_to_an_end_and_indentation_is_allowed():
+    """Whoever prefers blanks wherever they are allowed is through all the same."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    structured = StructuredOutput(json_schema=json.dumps(schema))
+    words = tokenizers.byte_level()
+
+    def blank_first(options: list[int]) -> int:
+        return max(options, key=lambda one: (not words.decode([one]).strip(), -one))
+
+    text = follow(blank_first, structured, limit=10**6)
+    assert set(json.loads(text)) == {"a"}
+    assert len(text) < 1000
+
+    grammar = Grammar(compiler().compile(structured))
+    for token in words(json.dumps({"a": True}, indent=8)).input_ids:
+        grammar.accept(token)
