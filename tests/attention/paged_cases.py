@@ -19,6 +19,7 @@ class Case(NamedTuple):
     splits: int = 1
     lengths: tuple[int, ...] = (37, 1, 90)
     dtype: torch.dtype = torch.float32
+    writes: bool = False
 
 
 SMALL_CASES = (
@@ -27,6 +28,8 @@ SMALL_CASES = (
     Case(4, 1, 24, 40, window=7, splits=2),
     Case(6, 3, 80, 80, softcap=5.0, splits=2),
     Case(3, 3, 32, 32, window=64, splits=8),
+    Case(8, 2, 16, 16, splits=4, writes=True, lengths=(37, 1, 90, 64)),
+    Case(4, 1, 24, 40, window=7, splits=16, writes=True, lengths=(33, 17)),
 )
 BLOCK = 16
 
@@ -44,7 +47,7 @@ def decode_and_reference(case: Case, device: str) -> tuple[torch.Tensor, torch.T
     tables = torch.zeros(len(case.lengths), blocks, dtype=torch.int32)
     query = torch.randn(len(case.lengths), case.heads, case.head_dim, generator=draw)
     query = query.to(device, case.dtype)
-    expected, free = [], 1
+    expected, newest, free = [], [], 1
     for row, length in enumerate(case.lengths):
         mine = torch.arange(free, free + -(-length // BLOCK)).flip(0)
         free += len(mine)
@@ -54,7 +57,10 @@ def decode_and_reference(case: Case, device: str) -> tuple[torch.Tensor, torch.T
         key = torch.randn(length, case.kv_heads, case.head_dim, generator=draw)
         value = torch.randn(length, case.kv_heads, case.value_dim, generator=draw)
         key, value = key.to(device, case.dtype), value.to(device, case.dtype)
-        triton_paged.write(kv, key, value, slots)
+        written = length - 1 if case.writes else length
+        if written:
+            triton_paged.write(kv, key[:written], value[:written], slots[:written])
+        newest.append((key[-1], value[-1]))
         expected.append(_attend(case, query[row], key, value))
     got = triton_paged.decode(
         query,
@@ -65,8 +71,14 @@ def decode_and_reference(case: Case, device: str) -> tuple[torch.Tensor, torch.T
         window=case.window,
         softcap=case.softcap,
         splits=case.splits,
+        new=_stacked(newest) if case.writes else None,
     )
     return got, torch.stack(expected)
+
+
+def _stacked(newest: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = zip(*newest, strict=True)
+    return torch.stack(keys), torch.stack(values)
 
 
 def chunks_and_reference(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:

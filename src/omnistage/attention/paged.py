@@ -89,6 +89,23 @@ class PagedBackend(Protocol):
         """key (T, kv_heads, head_dim), value (T, kv_heads, value_dim) to their slots (T,)."""
         ...
 
+    def write_and_decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV,
+        step: PagedStep,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """A step of decode rows only: `write`, then `decode`."""
+        self.write(kv, key, value, step.slots)
+        tables, contexts = step.block_tables, step.context_lens
+        return self.decode(query, kv, tables, contexts, scale=scale, window=window, softcap=softcap)
+
     def decode(
         self,
         query: torch.Tensor,
@@ -235,8 +252,12 @@ def _attend_layer(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    step.backend.write(kv, key[0].transpose(0, 1), value[0].transpose(0, 1), step.slots)
-    return _attend(step, query[0].transpose(0, 1), kv, scale, window, softcap).unsqueeze(0)
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    if not step.chunk_lens:
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        return step.backend.write_and_decode(q, k, v, kv, step, **how).unsqueeze(0)
+    step.backend.write(kv, k, v, step.slots)
+    return _attend(step, q, kv, scale, window, softcap).unsqueeze(0)
 
 
 def _attend(

@@ -29,6 +29,26 @@ class TritonPagedBackend(PagedBackend):
     ) -> None:
         triton_paged.write(kv, _dense_rows(key), _dense_rows(value), slots)
 
+    def write_and_decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV,
+        step: PagedStep,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """One kernel does both."""
+        splits = triton_paged.splits_for(query.shape[0], kv.keys.shape[2], self.processors)
+        return triton_paged.decode(
+            query, kv, step.block_tables, step.context_lens,
+            scale=scale, window=window, softcap=softcap, splits=splits,
+            new=(_dense_rows(key), _dense_rows(value)),
+        )  # fmt: skip
+
     def decode(
         self,
         query: torch.Tensor,

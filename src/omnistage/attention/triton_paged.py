@@ -12,8 +12,9 @@ import triton.language as tl
 
 from omnistage.attention.paged import PagedKV
 
-TILE = 64
-"""Keys that a program takes at a time."""
+TILE, SHORT_TILE = 64, 32
+"""Keys that a program takes at a time; the second where few sequences are split finely."""
+FINE_SPLITS = 16
 MIN_DOT_ROWS = 16
 """Rows that the tensor cores' smallest product has: fewer query heads a group are padded."""
 MAX_SPLITS = 32
@@ -21,13 +22,15 @@ MAX_SPLITS = 32
 
 @triton.jit(do_not_specialize=["table_width"])
 def _decode(
-    query, keys, values, tables, lengths, out, partial, stats,
-    scale, softcap, table_width, k_block, k_token, k_head, v_block, v_token, v_head,
+    query, new_key, new_value, keys, values, tables, lengths, out, partial, stats,
+    scale, softcap, table_width, key_row, value_row,
+    k_block, k_token, k_head, v_block, v_token, v_head,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: sequences, heads of keys, splits."""
+    """Grid: sequences, heads of keys, splits. With WRITES the last position's key and value come
+    from `new_key` and `new_value`: whose range ends there writes them, then reads them back."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -48,6 +51,30 @@ def _decode(
     share = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
     begin = first + split * share
     end = tl.minimum(begin + share, length)
+    if WRITES:  # noqa: SIM102  (decided when compiling, the inner one when running)
+        if (begin < length) & (end == length):
+            newest = length - 1
+            at = tl.load(tables + sequence * table_width + newest // BLOCK).to(tl.int64)
+            spot = newest % BLOCK
+            k_new = tl.load(
+                new_key + sequence.to(tl.int64) * key_row + head * HEAD_DIM + depth,
+                depth < HEAD_DIM,
+            )
+            v_new = tl.load(
+                new_value + sequence.to(tl.int64) * value_row + head * VALUE_DIM + width,
+                width < VALUE_DIM,
+            )
+            tl.store(
+                keys + at * k_block + spot * k_token + head * k_head + depth,
+                k_new,
+                depth < HEAD_DIM,
+            )
+            tl.store(
+                values + at * v_block + spot * v_token + head * v_head + width,
+                v_new,
+                width < VALUE_DIM,
+            )
+            tl.debug_barrier()
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
@@ -176,9 +203,11 @@ def decode(
     window: int | None = None,
     softcap: float | None = None,
     splits: int = 1,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """query (S, heads, head_dim) → (S, heads, value_dim); block_tables (S, W) and context_lens (S,)
-    int32; `splits` a power of two."""
+    int32; `splits` a power of two. `new`: the last positions' keys (S, kv_heads, head_dim) and
+    values (S, kv_heads, value_dim), their last two dimensions dense, which are written as well."""
     sequences, heads, head_dim = query.shape
     kv_heads, value_dim = kv.keys.shape[2], kv.values.shape[3]
     group = heads // kv_heads
@@ -188,14 +217,16 @@ def decode(
     partial = query.new_empty(parts * value_dim, dtype=torch.float32)
     stats = query.new_empty(parts * 2, dtype=torch.float32)
     k, v = kv.keys.stride(), kv.values.stride()
+    key, value = (kv.keys, kv.values) if new is None else new
     _decode[(sequences, kv_heads, splits)](
-        query, kv.keys, kv.values, block_tables, context_lens, out, partial, stats,
-        scale, softcap or 0.0, block_tables.stride(0), k[0], k[1], k[2], v[0], v[1], v[2],
+        query, key, value, kv.keys, kv.values, block_tables, context_lens, out, partial, stats,
+        scale, softcap or 0.0, block_tables.stride(0), key.stride(0), value.stride(0),
+        k[0], k[1], k[2], v[0], v[1], v[2],
         group, max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
         head_dim, max(16, triton.next_power_of_2(head_dim)),
         value_dim, max(16, triton.next_power_of_2(value_dim)),
-        kv.keys.shape[1], TILE, splits, window or 0, softcap is not None,
-        num_warps=4, num_stages=3,
+        kv.keys.shape[1], SHORT_TILE if splits >= FINE_SPLITS else TILE, splits,
+        window or 0, softcap is not None, new is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _join[(sequences * heads,)](
