@@ -73,6 +73,22 @@ def test_idle_threads_of_a_child_spin_for_a_moment_only(
         assert codes.get(timeout=20) == 33
 
 
+@pytest.mark.parametrize(("users", "childs"), [(None, b"1"), ("0", b"0")])
+def test_a_child_asks_for_large_pages(
+    monkeypatch: pytest.MonkeyPatch, users: str | None, childs: bytes
+) -> None:
+    """Unless the user says otherwise."""
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if users is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", users)
+    with nothing_left():
+        codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        child = start_child(CHILD, launch_of(padding=1), codes.put)
+        environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+        assert b"THP_MEM_ALLOC_ENABLE=" + childs in environment
+        assert codes.get(timeout=20) == 33
+
+
 @pytest.mark.invariant("STAGE-INV-205")
 def test_a_child_ends_when_its_parent_is_killed() -> None:
     parent = (

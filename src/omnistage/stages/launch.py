@@ -27,6 +27,9 @@ LIFELINE_LOST_EXIT_CODE = 71
 _CHILD_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 """Threads that spin for long make a busy CPU ten times slower (measured: 1.6 s became 16 s), those
 that never do make a free one slower by 60 %: they sleep and wake between any two operations."""
+_MEMORY_DEFAULTS = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Torch's larger tensors on a CPU lie in pages of 2 MiB where Linux gives them to who asks: decode
+steps of a 135 M model in bfloat16 take a fifth less of a CPU's time."""
 RANK_LOST_EXIT_CODE = 72
 REPLICA_FAILED_EXIT_CODE = 73
 
@@ -106,7 +109,7 @@ def start_child(
     in order. Returns at once; the record is written by the watcher, for a pipe may be full.
     """
     defaults = {} if "OMP_WAIT_POLICY" in os.environ else _CHILD_DEFAULTS
-    environment = defaults | os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment = _MEMORY_DEFAULTS | defaults | os.environ | {"PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
         child_command(module), stdin=subprocess.PIPE, env=environment, bufsize=0, process_group=0
     )
