@@ -5,7 +5,7 @@ the whole engine with its stage in a process of its own, and its loop without me
 `transformers`: `generate` one request after another, `generate` of one padded batch (only the
 wanted tokens count), continuous batching; with `--vllm-python` also vLLM's build for CPUs, at a
 58 M Qwen3 shape too. Each side is a process with the same dtype, threads and requests; they take
-turns, each once before times count.
+turns, after two requests each that do not count.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ OWN, LOOP, VLLM = "omni", "loop", "vllm"
 PEERS = {"one_by_one": 4.0, "padded": 1.3, "continuous": 1.3, VLLM: 1.0}
 """Side → how many times as fast ours should be."""
 QWEN3_CONCURRENCY = (1, 8, 32)
-PROMPT_TOKENS, ANSWER_TOKENS = (16, 256), (16, 160)
+PROMPT_TOKENS, ANSWER_TOKENS = (16, 128), (16, 96)
 SIDES_FILE = Path(__file__).parent / "_throughput_sides.py"
 VLLM_CACHE_GIB = 2
+WARM_UP_REQUESTS = 2
+CLOSE_TIMEOUT_S = 120
 
 
 class Side:
@@ -47,8 +49,12 @@ class Side:
             env=environment(name, python, args.threads),
             text=True,
         )
+        self.about: dict[str, Any] = {}
+
+    def wait(self) -> None:
+        """Until it has loaded."""
         self.about = self._answer()
-        print(f"{name}: {json.dumps(self.about)[:300]}", flush=True)
+        print(f"{self.name}: {json.dumps(self.about)[:300]}", flush=True)
 
     def run(self, count: int) -> float:
         """Seconds for the first `count` requests."""
@@ -62,7 +68,12 @@ class Side:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=120)
+        try:
+            self._process.wait(timeout=CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            print(f"{self.name}: killed, it did not end by itself", flush=True)
+            self._process.kill()
+            self._process.wait()
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -126,6 +137,8 @@ def measure(
             for name in names:
                 python = args.vllm_python if name == VLLM else sys.executable
                 sides.append(Side(name, python, args, folder, dtype, str(args.threads), file.name))
+            for side in sides:
+                side.wait()
             return {str(n): race(sides, n, given["lengths"][:n], args.rounds) for n in counts} | {
                 "load_s": {side.name: side.about["load_s"] for side in sides},
                 "versions": {side.name: v for side in sides if (v := side.about.get("version"))},
@@ -137,7 +150,7 @@ def measure(
 
 def race(sides: list[Side], count: int, lengths: list[int], rounds: int) -> dict[str, Any]:
     for side in sides:
-        side.run(count)
+        side.run(min(count, WARM_UP_REQUESTS))
     load = os.getloadavg()[0]
     runs = [lambda side=side: side.run(count) for side in sides]
     taken = take_turns(runs, rounds, [side.name for side in sides])
