@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from omnistage.ar.prompt import MediaItem, PreparedPrompt
+from omnistage.ar.step import StepOutcome, StepRow
+from omnistage.contracts.errors import InvalidRequestError
 from tests.ar.driver import Driver, token_options
 from tests.ar.fake_executor import FakeExecutor, expected_tokens
 
@@ -126,4 +128,28 @@ def test_a_sibling_whose_elder_is_aborted_computes_the_prompt_itself() -> None:
     driver.abort("elder")
     driver.run()
     assert sibling.token_ids == expected_tokens(PROMPT * 3, 4)
+    driver.assert_nothing_held()
+
+
+class Refusing(FakeExecutor):
+    """Takes nothing in of a request "refused": its rows are not computed."""
+
+    def _run(self, row: StepRow, outcome: StepOutcome) -> None:
+        if row.identity.request_id == "refused":
+            outcome.errors[row.identity.key] = InvalidRequestError("it has too many stop ids")
+        else:
+            super()._run(row, outcome)
+
+
+@pytest.mark.invariant("AR-INV-103")
+@pytest.mark.parametrize("lag", [0, 1])
+def test_nobody_starts_from_blocks_of_a_row_that_was_not_computed(lag: int) -> None:
+    driver = Driver(executor=Refusing(lag=lag))
+    refused = driver.add("refused", PROMPT, max_tokens=3)
+    driver.run()
+    assert isinstance(refused.error, InvalidRequestError)
+    other = driver.add("other", PROMPT, max_tokens=3)
+    driver.run()
+    assert other.last["cached_tokens"] == 0
+    assert other.token_ids == expected_tokens(PROMPT, 3)
     driver.assert_nothing_held()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from omnistage.ar.blocks import BlockPool
@@ -14,6 +15,7 @@ from omnistage.ar.sequence import Phase, TokenSequence
 from omnistage.ar.sequence_blocks import SequenceBlocks
 from omnistage.ar.step import StepPlan
 from omnistage.contracts.errors import OmniError, OutOfMemoryError
+from omnistage.contracts.identity import RequestKey
 from omnistage.observability.logging import get_logger
 
 logger = get_logger(__name__)
@@ -175,15 +177,17 @@ class StepPlanner:
 
     # what came back ---------------------------------------------------------------------------
 
-    def collect(self, number: int) -> PlannedStep:
-        """The oldest step in flight has its outcome: what it wrote is there."""
+    def collect(self, number: int, failed: Collection[RequestKey] = ()) -> PlannedStep:
+        """The oldest step in flight has its outcome: what it wrote is there, but for rows of
+        `failed`, which wrote nothing or nothing of use: nobody is to begin with that."""
         step = self.in_flight.popleft()
         assert step.number == number, f"outcome of step {number}, expected {step.number}"
         for row in step.rows:
             one = row.sequence
             one.in_flight -= 1
             one.in_flight_samples -= row.samples
-            self._blocks.landed(one, row.end, current=row.incarnation == one.incarnation)
+            written = row.incarnation == one.incarnation and one.key not in failed
+            self._blocks.landed(one, row.end, current=written)
         return step
 
     # failed steps -----------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class TokenScheduler:
 
     def _collect(self, outcome: StepOutcome) -> Iterator[Emission]:
         """One step's tokens reach their sequences."""
-        for row in self._planner.collect(outcome.number).rows:
+        for row in self._planner.collect(outcome.number, outcome.errors).rows:
             sequence, key = row.sequence, row.sequence.key
             if sequence.phase is Phase.FINISHED:
                 continue  # Beyond its end, or it was aborted.

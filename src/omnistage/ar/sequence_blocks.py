@@ -71,8 +71,8 @@ class SequenceBlocks:
         sequence.blocks_told = False
 
     def landed(self, sequence: TokenSequence, end: int, *, current: bool) -> None:
-        """A row of it, up to position `end`, has its outcome. `current`: the blocks that it wrote
-        are still the sequence's."""
+        """A row of it, up to position `end`, has its outcome. `current`: it wrote its blocks,
+        and they are still the sequence's."""
         if current and sequence.phase is Phase.RUNNING:
             sequence.num_collected = end
             self._remember(sequence)
