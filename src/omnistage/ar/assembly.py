@@ -138,6 +138,7 @@ def capture_decoding(
         step_input.fill([], sizes[-1])
         graphs.capture(report)
     runner.decode_forward, runner.padded = graphs, graphs.padded
+    runner.splits_mixed = True
     return graphs.describe()
 
 

@@ -35,6 +35,34 @@ class StepResult:
     logprobs: Logprobs | None
     payload: dict[str, torch.Tensor]
 
+    def first(self, rows: int) -> StepResult:
+        """Without the padding behind so many rows."""
+        return StepResult(
+            tokens=self.tokens[:rows],
+            finite=self.finite[:rows],
+            logprobs=None if self.logprobs is None else self.logprobs.first(rows),
+            payload={name: tensor[:rows] for name, tensor in self.payload.items()},
+        )
+
+    def joined(self, behind: StepResult | None) -> StepResult:
+        """With the rows of another result behind; None has none."""
+        import torch
+
+        if behind is None:
+            return self
+        logprobs = self.logprobs
+        if logprobs is not None and behind.logprobs is not None:
+            logprobs = type(logprobs).joined([logprobs, behind.logprobs])
+        return StepResult(
+            tokens=torch.cat([self.tokens, behind.tokens]),
+            finite=torch.cat([self.finite, behind.finite]),
+            logprobs=logprobs,
+            payload={
+                name: torch.cat([tensor, behind.payload[name]])
+                for name, tensor in self.payload.items()
+            },
+        )
+
 
 LiveRow = tuple["StepRow", "Running"]
 HiddenAndLogits = tuple["torch.Tensor", "torch.Tensor"]
@@ -43,7 +71,9 @@ HiddenAndLogits = tuple["torch.Tensor", "torch.Tensor"]
 class StepRunner:
     """`decode_forward(size)` runs a step of `size` decode rows that `step_input` holds, up to its
     logits; `padded(rows)` says to what size so many rows are padded: captured graphs take the place
-    of both. With `payloads`, every step makes what later stages need."""
+    of both, and with `splits_mixed` a step's decode rows run apart from its chunks: by a graph, one
+    more pass over the weights costs less than a step without. With `payloads`, every step makes what
+    later stages need."""
 
     def __init__(
         self,
@@ -60,6 +90,7 @@ class StepRunner:
         self.payloads = payloads
         self.decode_forward: Callable[[int], HiddenAndLogits] = self.run_decode
         self.padded: Callable[[int], int] = lambda rows: rows
+        self.splits_mixed = False
 
     def run(self, rows: Sequence[LiveRow]) -> StepResult | None:
         """Decode rows come first. None when no row samples."""
@@ -70,10 +101,18 @@ class StepRunner:
             bitmask=any(row.bitmask is not None for row, _ in sampling),
         )
         if len(decodes) == len(rows):
-            size = self.padded(len(rows))
-            self.step_input.fill([self._decode_row(*one) for one in rows], size)
-            return self._decode(size, features)
-        return self._run_mixed(decodes, rows[len(decodes) :], sampling, features)
+            return self._run_decodes(decodes, features)
+        chunks = rows[len(decodes) :]
+        if not decodes or not self.splits_mixed:
+            return self._run_mixed(decodes, chunks, sampling, features)
+        decoded = self._run_decodes(decodes, features).first(len(decodes))
+        ending = [one for one in chunks if one[0].samples]
+        return decoded.joined(self._run_mixed([], chunks, ending, features))
+
+    def _run_decodes(self, rows: Sequence[LiveRow], features: SamplingFeatures) -> StepResult:
+        size = self.padded(len(rows))
+        self.step_input.fill([self._decode_row(*one) for one in rows], size)
+        return self._decode(size, features)
 
     def run_decode(self, size: int) -> HiddenAndLogits:
         """hidden (size, hidden_size), logits (size, vocab_size). Reads only `step_input` and state

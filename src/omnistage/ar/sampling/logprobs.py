@@ -31,6 +31,10 @@ class Logprobs:
 
         return cls(**{each.name: together(each.name) for each in fields(cls)})
 
+    def first(self, rows: int) -> Logprobs:
+        """Without what is behind so many rows."""
+        return Logprobs(**{each.name: getattr(self, each.name)[:rows] for each in fields(self)})
+
     def of_row(self, index: int, count: int) -> TokenLogprobs:
         """Row `index` for a request with `logprobs=count`. On host tensors: it reads values."""
         ids = self.top_ids[index, :count].tolist()
