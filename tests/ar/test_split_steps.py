@@ -1,4 +1,4 @@
-"""Steps whose decode rows run apart from their chunks, as where decode steps are captured graphs."""
+"""Steps whose decode rows run apart from their chunks, as where decode steps are captured."""
 
 from __future__ import annotations
 
