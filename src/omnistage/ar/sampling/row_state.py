@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from omnistage.ar.host_tensors import to_device
 from omnistage.ar.sampling.features import SamplingFeatures, has_penalties
 from omnistage.ar.sampling.random import signed_seed, token_hashes
 from omnistage.contracts.errors import InvalidRequestError
@@ -147,15 +148,16 @@ class SamplerState:
         in_prompt = torch.zeros(self.vocab_size, dtype=torch.bool)
         in_prompt[[i for i in set(prompt_ids) if i < self.vocab_size]] = True
         generated = torch.tensor(list(generated_ids), dtype=torch.int64)
-        self.counts.in_prompt[row].copy_(in_prompt)
-        self.counts.generated[row].copy_(torch.bincount(generated, minlength=self.vocab_size))
+        counts = torch.bincount(generated, minlength=self.vocab_size)
+        self.counts.in_prompt[row].copy_(to_device(in_prompt, torch.bool, self.device))
+        self.counts.generated[row].copy_(to_device(counts, torch.int32, self.device))
 
     def _zeros(self, width: int, *, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.num_rows, width, dtype=dtype, device=self.device)
 
     @staticmethod
     def _write(table: torch.Tensor, row: int, values: list[int] | list[float]) -> None:
-        table[row, : len(values)].copy_(torch.tensor(values, dtype=table.dtype))
+        table[row, : len(values)].copy_(to_device(values, table.dtype, table.device))
 
 
 def _floats_of(params: OmniTokenSamplingParams) -> list[float]:

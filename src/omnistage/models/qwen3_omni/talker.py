@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omnistage.ar.gate import observe_layers
+from omnistage.ar.host_tensors import to_device
 from omnistage.ar.mrope import RopeRows
 from omnistage.models.qwen3_omni.code_predictor import FramePredictor
 from omnistage.models.qwen3_omni.code_sampling import CodeSampling
@@ -122,11 +123,11 @@ class TalkerModel:
         import torch
 
         device = self._text_table.device
-        embeds = self._text_table[torch.tensor(own["text_ids"], device=device)]
+        embeds = self._text_table[to_device(own["text_ids"], torch.int64, device)]
         if "media_states" in own:
             states = own["media_states"].to(device, self._text_table.dtype)
             embeds[own["media_places"].to(device)] = self.module.hidden_projection(states)
-        codec_ids = torch.tensor(own["codec_ids"], device=device)
+        codec_ids = to_device(own["codec_ids"], torch.int64, device)
         embeds[-len(codec_ids) :] += self.module.model.codec_embedding(codec_ids)
         return embeds
 

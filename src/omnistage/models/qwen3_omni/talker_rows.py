@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omnistage.ar.host_tensors import to_device
+
 if TYPE_CHECKING:
     import torch
 
@@ -63,8 +65,9 @@ class TalkerRows:
         """Text ids for decode steps from `first` on; beyond the capacity nothing is read."""
         import torch
 
-        known = torch.tensor(ids[: max(0, self._capacity - 1 - first)], dtype=torch.int64)
-        self._texts[row, first : first + len(known)] = known.to(self._texts.device)
+        known = ids[: max(0, self._capacity - 1 - first)]
+        written = to_device(known, torch.int64, self._texts.device)
+        self._texts[row, first : first + len(known)] = written
 
     def next_frame(self, rows: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         """Keep the frames (S, groups) of one decode step of `rows` (S,); returns the text ids (S,)
