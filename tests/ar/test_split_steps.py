@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
+from omnistage.ar.executor import TokenExecutor
+from omnistage.ar.step_input import ALL_ALLOWED
 from omnistage.ar.step_runner import StepRunner
+from tests.ar.hand_plans import HandPlans, token_stage
 from tests.ar.test_greedy_parity import assert_generated, prompts, serve
 
 

@@ -7,7 +7,7 @@ Steps of decode rows only run `StepRunner.run_decode` on buffers that stay in pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from omnistage.ar.model import Chunk, ModelBatch, TokenModel
@@ -71,8 +71,8 @@ HiddenAndLogits = tuple["torch.Tensor", "torch.Tensor"]
 class StepRunner:
     """`decode_forward(size)` runs a step of `size` decode rows that `step_input` holds, up to its
     logits; `padded(rows)` says to what size so many rows are padded: captured graphs take the place
-    of both. With `splits_mixed` a step's decode rows run apart from its chunks: by a graph, one more
-    pass over the weights costs less than a step without. With `payloads`, every step makes what
+    of both. With `splits_mixed` a step's decode rows run apart from its chunks: by a graph, one
+    more pass over the weights costs less than a step without. With `payloads`, every step makes what
     later stages need."""
 
     def __init__(
@@ -110,6 +110,8 @@ class StepRunner:
         return decoded.joined(self._run_mixed([], chunks, ending, features))
 
     def _run_decodes(self, rows: Sequence[LiveRow], features: SamplingFeatures) -> StepResult:
+        """`features` are the whole step's, chunks included; masks are these rows' own."""
+        features = replace(features, bitmask=any(row.bitmask is not None for row, _ in rows))
         size = self.padded(len(rows))
         self.step_input.fill([self._decode_row(*one) for one in rows], size)
         return self._decode(size, features)
