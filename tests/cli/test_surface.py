@@ -26,7 +26,8 @@ DEPLOYMENT = """
 --request-timeout-s --slow-client-timeout-s --abort-timeout-s --shutdown-timeout-s --stream-buffer
 --vae-use-tiling
 --no-vae-use-tiling --vae-use-slicing --no-vae-use-slicing --omni
---async-chunk --async-scheduling --block-size --enable-chunked-prefill --enable-prefix-caching --fuse-layers
+--async-chunk --async-scheduling --block-size --enable-chunked-prefill --enable-prefix-caching
+--fuse-layers
 --gpu-memory-utilization --kv-cache-gib --max-model-len --max-num-batched-tokens --no-async-chunk
 --no-async-scheduling --no-enable-chunked-prefill --no-enable-prefix-caching --no-fuse-layers
 """

@@ -72,8 +72,8 @@ class StepRunner:
     """`decode_forward(size)` runs a step of `size` decode rows that `step_input` holds, up to its
     logits; `padded(rows)` says to what size so many rows are padded: captured graphs take the place
     of both. With `splits_mixed` a step's decode rows run apart from its chunks: by a graph, one
-    more pass over the weights costs less than a step without. With `payloads`, every step makes what
-    later stages need."""
+    more pass over the weights costs less than a step without. With `payloads`, every step makes
+    what later stages need."""
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ import torch
 
 from omnistage.models.qwen3_omni.frame_cache import attend_next_layer
 
-
 _LIBRARY = torch.library.Library("omnistage", "FRAGMENT")
 _LIBRARY.define("frame_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor")
 
