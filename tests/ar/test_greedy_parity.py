@@ -90,25 +90,27 @@ def test_sixteen_together_and_each_alone(family, lag):
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_chunks_and_shared_prefixes_change_no_token(lag, caching, chunked):
-    batch = list(prompts("qwen3"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_shared_prefixes_change_no_token(family, lag, caching, chunked):
+    batch = list(prompts(family))
     changes = {"enable_prefix_caching": caching, "enable_chunked_prefill": chunked}
     budget = 24 if chunked else 128
     _, found = serve(
-        "qwen3", batch, lag=lag, max_num_seqs=5, max_num_batched_tokens=budget, **changes
+        family, batch, lag=lag, max_num_seqs=5, max_num_batched_tokens=budget, **changes
     )
-    assert_generated("qwen3", batch, found)
+    assert_generated(family, batch, found)
 
 
 @pytest.mark.invariant("AR-INV-202")
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_sequences_go_on_with_the_same_tokens(family, lag):
     """The cache holds far less than all sequences need."""
     batch = list(prompts(family))
     config = reference(family).config
     heads, layers = config.num_key_value_heads, config.num_hidden_layers
-    block_bytes = 4 * 2 * heads * config.head_dim * layers * torch.float32.itemsize
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    block_bytes = 4 * 2 * heads * head_dim * layers * torch.float32.itemsize
     small = {"block_size": 4, "max_model_len": 80, "kv_cache_gib": 30.5 * block_bytes / (1 << 30)}
     driver, found = serve(family, batch, lag=lag, max_num_seqs=8, **small)
     assert driver.executor.restarts > 0
