@@ -65,10 +65,12 @@ print(json.dumps(before == state()))
 def test_public_names() -> None:
     assert omnistage.__all__ == [
         "AsyncOmni",
+        "GenericParams",
         "Omni",
         "OmniDiffusionSamplingParams",
         "OmniRequestOutput",
         "OmniTokenSamplingParams",
+        "StructuredOutput",
         "__version__",
     ]
     for name in omnistage.__all__:

@@ -8,24 +8,33 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from omnistage.contracts.outputs import OmniRequestOutput
-    from omnistage.contracts.sampling import OmniDiffusionSamplingParams, OmniTokenSamplingParams
+    from omnistage.contracts.sampling import (
+        GenericParams,
+        OmniDiffusionSamplingParams,
+        OmniTokenSamplingParams,
+        StructuredOutput,
+    )
     from omnistage.engine.async_omni import AsyncOmni
     from omnistage.engine.omni import Omni
 
 _EXPORTS = {
     "AsyncOmni": "omnistage.engine.async_omni",
+    "GenericParams": "omnistage.contracts.sampling",
     "Omni": "omnistage.engine.omni",
     "OmniDiffusionSamplingParams": "omnistage.contracts.sampling",
     "OmniRequestOutput": "omnistage.contracts.outputs",
     "OmniTokenSamplingParams": "omnistage.contracts.sampling",
+    "StructuredOutput": "omnistage.contracts.sampling",
 }
 
 __all__ = [
     "AsyncOmni",
+    "GenericParams",
     "Omni",
     "OmniDiffusionSamplingParams",
     "OmniRequestOutput",
     "OmniTokenSamplingParams",
+    "StructuredOutput",
     "__version__",
 ]
 

@@ -24,6 +24,7 @@ from omnistage.config.resolved import (
 )
 from omnistage.config.schema import KEYS_OF_KINDS, PARALLEL_KEYS, STAGE_KEYS
 from omnistage.config.settings import check_stage_ids, deployment_settings, stage_settings
+from omnistage.config.sharing import share_gpus
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.contracts.sampling import (
     GenericParams,
@@ -77,9 +78,12 @@ def resolve_config(
         model_path=model_path,
         served_model_name=top.pop("served_model_name", served_model_name),
         pipeline=pipeline,
-        stages=tuple(
-            _resolve_stage(stage, model_path, _values(pipeline, layers, stage), present)
-            for stage in pipeline.stages
+        stages=share_gpus(
+            tuple(
+                _resolve_stage(stage, model_path, _values(pipeline, layers, stage), present)
+                for stage in pipeline.stages
+            ),
+            layers,
         ),
         limits=EngineLimits(**top.pop("limits", {})),
         **top,

@@ -120,4 +120,5 @@ class Intake:
             failure = as_omni_error(error, detail=traceback.format_exc())
             self._scheduler.abort(identity.key)
             self._emitter.emit(Emission(identity=identity, error=failure))
+            self._executor.release(identity.key)
             self.forget(identity.key)

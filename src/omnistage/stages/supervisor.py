@@ -224,7 +224,12 @@ class StageSupervisor:
             self._start.fail(error)
         if not isinstance(error, StageLostError):
             name = self.pools[message.stage_id].stage.name
-            error = StageLostError(f"stage {name!r} broke; please retry", detail=error.detail)
+            what = (
+                "broke; please retry"
+                if isinstance(error, InternalError)
+                else f"stays down: {error}"
+            )
+            error = StageLostError(f"stage {name!r} {what}", detail=error.detail)
         self._give_up(unit, error)
 
     def _loads(self, replica: ReplicaHandle, note: str) -> None:
