@@ -20,6 +20,24 @@ MIN_DOT_ROWS = 16
 MAX_SPLITS = 32
 
 
+@triton.jit
+def _keep(
+    key, value, keys, values, table, place, k_block, k_token, v_block, v_token,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head's key and value to position `place` of a sequence, for this program to read."""
+    depth = tl.arange(0, HEAD_PAD)
+    width = tl.arange(0, VALUE_PAD)
+    block = tl.load(table + place // BLOCK).to(tl.int64)
+    offset = place % BLOCK
+    k = tl.load(key + depth, depth < HEAD_DIM)
+    v = tl.load(value + width, width < VALUE_DIM)
+    tl.store(keys + block * k_block + offset * k_token + depth, k, depth < HEAD_DIM)
+    tl.store(values + block * v_block + offset * v_token + width, v, width < VALUE_DIM)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _decode(
     query, new_key, new_value, keys, values, tables, lengths, out, partial, stats,
@@ -53,28 +71,13 @@ def _decode(
     end = tl.minimum(begin + share, length)
     if WRITES:  # noqa: SIM102  (decided when compiling, the inner one when running)
         if (begin < length) & (end == length):
-            newest = length - 1
-            at = tl.load(tables + sequence * table_width + newest // BLOCK).to(tl.int64)
-            spot = newest % BLOCK
-            k_new = tl.load(
-                new_key + sequence.to(tl.int64) * key_row + head * HEAD_DIM + depth,
-                depth < HEAD_DIM,
-            )
-            v_new = tl.load(
-                new_value + sequence.to(tl.int64) * value_row + head * VALUE_DIM + width,
-                width < VALUE_DIM,
-            )
-            tl.store(
-                keys + at * k_block + spot * k_token + head * k_head + depth,
-                k_new,
-                depth < HEAD_DIM,
-            )
-            tl.store(
-                values + at * v_block + spot * v_token + head * v_head + width,
-                v_new,
-                width < VALUE_DIM,
-            )
-            tl.debug_barrier()
+            _keep(
+                new_key + sequence.to(tl.int64) * key_row + head * HEAD_DIM,
+                new_value + sequence.to(tl.int64) * value_row + head * VALUE_DIM,
+                keys + head * k_head, values + head * v_head,
+                tables + sequence * table_width, length - 1, k_block, k_token, v_block, v_token,
+                HEAD_DIM, HEAD_PAD, VALUE_DIM, VALUE_PAD, BLOCK,
+            )  # fmt: skip
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
