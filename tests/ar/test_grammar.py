@@ -235,3 +235,24 @@ def test_blanks_in_json_come_to_an_end_and_indentation_is_allowed():
     grammar = Grammar(compiler().compile(structured))
     for token in words(json.dumps({"a": True}, indent=8)).input_ids:
         grammar.accept(token)
+
+
+def test_a_schema_may_forbid_blanks():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "x-guidance": {
+            "whitespace_flexible": False,
+            "item_separator": ",",
+            "key_separator": ":",
+        },
+    }
+    structured = StructuredOutput(json_schema=json.dumps(schema))
+    words = tokenizers.byte_level()
+
+    def blank_first(options: list[int]) -> int:
+        return max(options, key=lambda one: (not words.decode([one]).strip(), -one))
+
+    assert follow(blank_first, structured) in ('{"a":true}', '{"a":false}')

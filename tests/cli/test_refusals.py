@@ -64,7 +64,10 @@ BEFORE_LOADING: dict[str, tuple[Prepare, str]] = {
     "unknown hub id": (words("serve", "no-such/model"), "model 'no-such/model' is no local"),
     "a file": (words("serve", __file__), "is a file"),
     "an empty folder": (empty_folder, "it has no model_index.json; found: nothing"),
-    "no pipeline": (damaged(broken.not_a_pipeline), "it has no model_index.json"),
+    "no pipeline": (
+        damaged(broken.not_a_pipeline),
+        "has no model_index.json, and its config.json names no",
+    ),
     "unknown pipeline class": (damaged(broken.unknown_pipeline_class), "'NoSuchPipeline'"),
     "no GPU": (serving("--device", "cuda"), "no GPU is usable on this machine; use --device cpu"),
     "no such GPU": (serving("--devices", "cuda:7"), "device cuda:7 does not exist"),
@@ -102,7 +105,7 @@ BEFORE_LOADING: dict[str, tuple[Prepare, str]] = {
     "bad media folder": (serving("--allowed-local-media-path", "/none"), "/none is no directory"),
     "output kind": (
         words("generate", "--prompt", "x", "--output", "cat.pmg"),
-        "must end in one of .png, .jpg, .jpeg, .webp; did you mean '.png'?",
+        "must end in one of .png, .jpg, .jpeg, .webp, .wav; did you mean '.png'?",
     ),
     "output folder": (
         words("generate", "--prompt", "x", "--output", "/no/such/cat.png"),

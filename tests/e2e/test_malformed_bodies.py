@@ -10,7 +10,16 @@ import psutil
 import pytest
 
 from omnistage.cli.http_client import open_picture, read_pictures
-from tests.api.test_fuzz import CHAT, EDITS, FORM, GENERATIONS, JSON, form_bodies, json_bodies
+from tests.api.test_fuzz import (
+    CHAT,
+    EDITS,
+    FORM,
+    GENERATIONS,
+    JSON,
+    SEEDS,
+    form_bodies,
+    json_bodies,
+)
 from tests.e2e.serving import Server, post
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant("ERR-INV-210")]
@@ -21,7 +30,7 @@ REFUSALS = 1000
 def bodies() -> Iterator[tuple[str, bytes]]:
     """Damaged requests. They name a model that is not there, so that few survive the damage."""
     wrong = {"model": "no-such-model"}
-    routes = {path: json_bodies(path, **wrong) for path in (GENERATIONS, CHAT)}
+    routes = {path: json_bodies(SEEDS[path], path, **wrong) for path in (GENERATIONS, CHAT)}
     routes[EDITS] = form_bodies(**wrong)
     for path in itertools.cycle(routes):
         yield path, next(routes[path])

@@ -167,12 +167,21 @@ def grammar_text(structured: StructuredOutput) -> str:
 def _schema_grammar(schema: str) -> str:
     from llguidance import LLMatcher
 
+    defaults = {} if _says_whitespace(schema) else {"whitespace_pattern": JSON_WHITESPACE}
     try:
-        return LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
-        )
+        return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
     except ValueError as error:
         raise _refused(str(error)) from None
+
+
+def _says_whitespace(schema: str) -> bool:
+    """A pattern given as a default would undo `whitespace_flexible: false`."""
+    try:
+        parsed = json.loads(schema)
+    except ValueError:
+        return False  # llguidance says what is wrong with it.
+    guidance = parsed.get("x-guidance") if isinstance(parsed, dict) else None
+    return isinstance(guidance, dict) and any("whitespace" in name for name in guidance)
 
 
 def _choice_grammar(choice: list[str]) -> str:
