@@ -27,6 +27,7 @@ def zeromq_of_this_process() -> None:
 def leak_free_gate() -> Iterator[None]:
     """The gate of gated work is closed; afterwards nothing may be left that was not there."""
     odd_runtime.gate.clear()
+    odd_runtime.at_gate.clear()
     with nothing_left():
         yield
         odd_runtime.gate.set()

@@ -17,7 +17,12 @@ gate = threading.Event()
 """What gated work waits for; the tests of one process run one after the other."""
 
 
+at_gate = threading.Event()
+"""That somebody waits there, or did."""
+
+
 def wait_at_gate() -> None:
+    at_gate.set()
     assert gate.wait(20), "nobody opened the gate"
 
 

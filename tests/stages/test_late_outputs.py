@@ -190,6 +190,7 @@ def test_a_drain_waits_for_work_whose_child_is_gone(monkeypatch) -> None:
         running = bench.submit("running", counting(1, late="gated"))
         bench.until(InputConsumed)
         assert bench.held()["late_outputs"] == 1
+        assert odd_runtime.at_gate.wait(20)  # Work that has not begun goes with its child.
         bench.abort(running)
         bench.until(Aborted)
         bench.replica.deliver(Drain())

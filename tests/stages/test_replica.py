@@ -35,6 +35,7 @@ from tests.toy.leaks import nothing_left
 @pytest.fixture(autouse=True)
 def closed_gate() -> Iterator[None]:
     odd_runtime.gate.clear()
+    odd_runtime.at_gate.clear()
     yield
     odd_runtime.gate.set()
 

@@ -25,6 +25,7 @@ SETTINGS = {
     "chunks that cut media": {"max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 16},
     "no prefix cache, no async chunk": {"enable_prefix_caching": False, "async_chunk": False},
 }
+ROUNDS = 5
 
 
 def opened(**settings):
@@ -74,14 +75,17 @@ def test_preempted_thinkers_and_talkers_make_the_same():
     names = ["text", "image", "audio", "image and audio"]
     few_blocks = {
         THINKER_STAGE: {"kv_cache_gib": 184 * 512 / 2**30},
-        TALKER_STAGE: {"kv_cache_gib": 200 * 384 / 2**30},
+        TALKER_STAGE: {"kv_cache_gib": 172 * 384 / 2**30},
     }
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 4}
     with opened(**limits, max_model_len=160, stage_overrides=few_blocks) as omni:
-        for name, output in zip(names, run(omni, names), strict=True):
-            assert_equal(output, reference.expected(name))
-        for stage in few_blocks:
-            assert token_stats(omni, stage)["preemptions"] > 0, stage
+        for _ in range(ROUNDS):  # Who is there together depends on the machine.
+            for name, output in zip(names, run(omni, names), strict=True):
+                assert_equal(output, reference.expected(name))
+            preempted = [token_stats(omni, stage)["preemptions"] for stage in few_blocks]
+            if all(preempted):
+                break
+        assert all(preempted), preempted
 
 
 def token_stats(omni, stage):

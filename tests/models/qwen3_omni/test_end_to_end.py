@@ -13,6 +13,7 @@ from tests.models.qwen3_omni.requests import omni_prompt
 LOUD_RMS = 0.05
 WORST_OF_PEAK = 1e-5
 THINKER_STAGE, TALKER_STAGE = 0, 1
+ROUNDS = 5
 THINKER = OmniTokenSamplingParams(temperature=0.0, max_tokens=reference.MAX_TOKENS, ignore_eos=True)
 TALKER = OmniTokenSamplingParams(
     temperature=0.0, repetition_penalty=1.0, max_tokens=reference.MAX_FRAMES
@@ -85,11 +86,14 @@ def test_preempted_thinkers_and_talkers_make_the_same():
         stage_overrides=few_blocks,
     ) as omni:
         prompts = [omni_prompt(reference.CASES[name]) for name in names]
-        outputs = omni.generate(prompts, sampling_params_list=PARAMS, use_tqdm=False)
-        for name, output in zip(names, outputs, strict=True):
-            assert_as_expected(output, name)
-        for stage in few_blocks:
-            assert token_stats(omni, stage)["preemptions"] > 0, stage
+        for _ in range(ROUNDS):  # Who is there together depends on the machine.
+            outputs = omni.generate(prompts, sampling_params_list=PARAMS, use_tqdm=False)
+            for name, output in zip(names, outputs, strict=True):
+                assert_as_expected(output, name)
+            preempted = [token_stats(omni, stage)["preemptions"] for stage in few_blocks]
+            if all(preempted):
+                break
+        assert all(preempted), preempted
 
 
 def token_stats(omni, stage):
