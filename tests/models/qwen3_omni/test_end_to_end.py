@@ -71,7 +71,7 @@ def test_all_kinds_of_input_at_once_equal_generate_twice(omni):
 def test_preempted_thinkers_and_talkers_make_the_same():
     from omnistage import Omni
 
-    names = ["text", "image", "audio", "image and audio"]
+    names = ["text", "image", "audio", "image and audio"] * 3
     few_blocks = {
         THINKER_STAGE: {"kv_cache_gib": 200 * 640 / 2**30},
         TALKER_STAGE: {"kv_cache_gib": 160 * 384 / 2**30},
