@@ -14,8 +14,7 @@ MOST_EXPERT_TOKENS = 256
 
 
 _LIBRARY = torch.library.Library("omnistage", "FRAGMENT")
-"""Defined here rather than by `torch.library.custom_op`, which checks so much in each call that a
-small step of many layers took twice as long."""
+"""Plain definitions: `torch.library.custom_op` adds checks of its own to every call."""
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.define(
     "experts(Tensor x, Tensor experts, Tensor scores, Tensor gate_up, Tensor down) -> Tensor"
