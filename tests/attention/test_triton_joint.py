@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,8 @@ import torch
 from omnistage.attention.joint_math import Projections, join_in_torch
 from omnistage.attention.joint_op import joint_attention
 from tests.attention.joint_cases import SMALL_CASES, Case, compare, projections_of
+from tests.interpreted import cases_agree
 
-ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -36,17 +32,7 @@ LENGTHS = (256, 10)
 @pytest.mark.slow
 @pytest.mark.invariant("ATTN-INV-008")
 def test_the_kernel_does_what_torch_does() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.attention.joint_cases"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"{len(SMALL_CASES)} cases agree\n"
+    assert cases_agree("tests.attention.joint_cases") == f"{len(SMALL_CASES)} cases agree\n"
 
 
 @pytest.mark.gpu

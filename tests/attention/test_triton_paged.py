@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.attention.paged_cases import SMALL_CASES, Case, compare
+from tests.interpreted import cases_agree
 
-ROOT = Path(__file__).parents[2]
 CARD_CASES = (
     *SMALL_CASES,
     Case(32, 8, 128, 128, splits=2, lengths=(1024, 17, 333), dtype=torch.bfloat16),
@@ -25,17 +21,7 @@ CARD_CASES = (
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_do_what_torch_does() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.attention.paged_cases"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"{len(SMALL_CASES)} cases agree\n"
+    assert cases_agree("tests.attention.paged_cases") == f"{len(SMALL_CASES)} cases agree\n"
 
 
 @pytest.mark.gpu

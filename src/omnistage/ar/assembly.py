@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -42,8 +41,11 @@ class Assembly:
     sequences: SequenceTable
     copier: HostCopier
     clock: StepClock
-    graphs: Callable[[], dict[str, Any]]
+    graphs: DecodeGraphs | None
     notes: dict[str, Any] = field(default_factory=dict)
+
+    def describe_graphs(self) -> dict[str, Any]:
+        return {} if self.graphs is None else self.graphs.describe()
 
 
 def assemble(
@@ -79,7 +81,9 @@ def assemble(
         model, cache, backend, step_input, Sampler(state), payloads=options.emits_payload
     )
     sequences = SequenceTable(model, state, step_input, max_num_seqs=options.max_num_seqs)
-    notes |= capture_decoding(runner, options, device, report)
+    graphs = capture_decoding(runner, options, device, report)
+    if graphs is not None:
+        notes |= graphs.describe()
     if device != "cpu":
         with torch.inference_mode():
             warm_up(runner, sequences, options, report)
@@ -92,7 +96,7 @@ def assemble(
         sequences=sequences,
         copier=HostCopier(device),
         clock=StepClock(device),
-        graphs=getattr(runner.decode_forward, "describe", dict),
+        graphs=graphs,
         notes=notes,
     )
 
@@ -125,11 +129,11 @@ def prepare_weights(
 
 def capture_decoding(
     runner: StepRunner, options: TokenOptions, device: str, report: LoadReporter
-) -> dict[str, Any]:
+) -> DecodeGraphs | None:
     """Let decode steps run by captured graphs, where the device has them."""
     platform = platform_of(device)
     if options.enforce_eager or platform.graphs_unavailable_reason() is not None:
-        return {}
+        return None
     sizes = graph_sizes(options.max_num_seqs)
     graphs = DecodeGraphs(runner.run_decode, platform, device, sizes)
     step_input = runner.step_input
@@ -139,7 +143,7 @@ def capture_decoding(
         graphs.capture(report)
     runner.decode_forward, runner.padded = graphs, graphs.padded
     runner.splits_mixed = True
-    return graphs.describe()
+    return graphs
 
 
 def measure(

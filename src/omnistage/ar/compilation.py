@@ -11,11 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-UNUSUAL_TOKENS = 37
-"""A number of tokens that is no model's number of heads or groups: the compiler takes equal sizes
-for the same size. See `compile_layers`."""
-ONE_TOKEN, MANY_TOKENS = 1, UNUSUAL_TOKENS
-
 
 def find_layers(module: nn.Module, count: int) -> list[nn.Module]:
     """The decoder layers: the list of `count` modules each of which holds one attention layer, in
@@ -31,9 +26,8 @@ def find_layers(module: nn.Module, count: int) -> list[nn.Module]:
 def compile_layers(layers: list[nn.Module], **options: Any) -> None:
     """Compile each layer in place when it is first called, by `torch.nn.Module.compile`.
 
-    The number of tokens must be free: call the model first with `ONE_TOKEN`, which is compiled for
-    itself, then with `MANY_TOKENS`, then with `MANY_TOKENS + 1`, which leaves code for all other
-    numbers. `options` are `torch.compile`'s.
+    The second number of tokens that a layer sees leaves code for all further ones; one token has
+    code of its own. The gate's probe brings both. `options` are `torch.compile`'s.
     """
     import omnistage.attention.paged_op  # noqa: F401  (defines the operator that blocks call)
 

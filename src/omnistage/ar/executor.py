@@ -156,7 +156,7 @@ class TokenExecutor:
         if method == "executor_stats":
             return {
                 **self._loaded.clock.describe(),
-                **self._loaded.graphs(),
+                **self._loaded.describe_graphs(),
                 "running_sequences": len(self._loaded.sequences),
                 "steps": self._steps,
                 "tokens": self._tokens,
@@ -173,6 +173,8 @@ class TokenExecutor:
     def close(self) -> None:
         self._in_flight.clear()
         self._media.clear()
+        if self._parts is not None and self._parts.graphs is not None:
+            self._parts.graphs.close()
         self._parts = self._grammars = None
 
     # commands ---------------------------------------------------------------------------------

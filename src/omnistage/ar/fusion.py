@@ -13,10 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnistage.observability.logging import get_logger
-
-logger = get_logger(__name__)
-
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

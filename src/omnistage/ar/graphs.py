@@ -6,14 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omnistage.observability.logging import get_logger
-
 if TYPE_CHECKING:
     import torch
 
     from omnistage.platforms.base import CapturedGraph, Platform
-
-logger = get_logger(__name__)
 
 Forward = Callable[[int], tuple["torch.Tensor", "torch.Tensor"]]
 """size → hidden states (size, hidden_size) and logits (size, vocab_size) of a decode step that its

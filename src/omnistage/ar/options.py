@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omnistage.config.checks import suggestion
+from omnistage.ar.stage_options import check_options
 from omnistage.config.pipeline import ENTRY
 from omnistage.config.schema import TOKEN_KEYS
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
@@ -71,8 +71,7 @@ _OPTION_TYPES: dict[str, tuple[type, str]] = {
 def read_token_options(stage: ResolvedStage) -> TokenOptions:
     """Raises `ConfigurationError` for an unknown option (naming the nearest), a wrong value or none
     where one is needed, and `UnsupportedCombinationError` for keys that exclude each other."""
-    for name, value in stage.options.items():
-        _check_option(stage, name, value)
+    check_options(stage, _OPTION_TYPES, kind="token")
     if "token_model" not in stage.options:
         raise ConfigurationError(
             f"stage {stage.stage_id} ({stage.name}): option token_model is missing; it names "
@@ -86,17 +85,6 @@ def read_token_options(stage: ResolvedStage) -> TokenOptions:
     )
     _check_combination(stage, options)
     return options
-
-
-def _check_option(stage: ResolvedStage, name: str, value: Any) -> None:
-    if name not in _OPTION_TYPES:
-        raise ConfigurationError(
-            f"unknown option {name!r} of token stage {stage.stage_id}; "
-            f"{suggestion(name, _OPTION_TYPES)}"
-        )
-    kind, what = _OPTION_TYPES[name]
-    if type(value) is not kind or (type(value) is int and value < 1):
-        raise ConfigurationError(f"option {name} must be {what}, got {value!r}")
 
 
 def _check_combination(stage: ResolvedStage, options: TokenOptions) -> None:

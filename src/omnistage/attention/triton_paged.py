@@ -52,11 +52,10 @@ def _decode(
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    heads = tl.num_programs(1)
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, HEAD_PAD)
     width = tl.arange(0, VALUE_PAD)
-    group = (sequence.to(tl.int64) * heads + head) * GROUP + row
+    group = (sequence.to(tl.int64) * tl.num_programs(1) + head) * GROUP + row
     q = tl.load(
         query + group[:, None] * HEAD_DIM + depth[None, :],
         (row < GROUP)[:, None] & (depth < HEAD_DIM)[None, :],
@@ -84,9 +83,8 @@ def _decode(
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
-        block = tl.load(tables + sequence * table_width + place // BLOCK, inside, other=0).to(
-            tl.int64
-        )
+        block = tl.load(tables + sequence * table_width + place // BLOCK, inside, other=0)
+        block = block.to(tl.int64)
         offset = place % BLOCK
         k = tl.load(
             keys + (block * k_block + offset * k_token)[:, None] + head * k_head + depth[None, :],

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,8 @@ import torch
 from omnistage.ar.sampling.sampler import Sampler
 from tests.ar.sampling import draw_cases
 from tests.ar.sampling.draw_cases import SMALL_CASES, Case
+from tests.interpreted import cases_agree
 
-ROOT = Path(__file__).parents[3]
 CARD_CASES = (
     *SMALL_CASES,
     Case("random", rows=64, vocab_size=151_936),
@@ -31,17 +27,7 @@ on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.invariant("AR-INV-210")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_draw_what_torch_draws() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.ar.sampling.draw_cases"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"{len(SMALL_CASES)} cases agree\n"
+    assert cases_agree("tests.ar.sampling.draw_cases") == f"{len(SMALL_CASES)} cases agree\n"
 
 
 @pytest.mark.gpu

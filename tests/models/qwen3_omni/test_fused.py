@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.checkpoints import checkpoint
+from tests.interpreted import cases_agree
 from tests.models.qwen3_omni import reference
 from tests.models.qwen3_omni.frame_cases import CASES, compare
 from tests.models.qwen3_omni.requests import omni_prompt
 from tests.models.qwen3_omni.test_end_to_end import PARAMS, assert_as_expected
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_frame_kernel_does_what_torch_does() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.models.qwen3_omni.frame_cases"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == f"{len(CASES)} cases agree\n"
+    assert cases_agree("tests.models.qwen3_omni.frame_cases") == f"{len(CASES)} cases agree\n"
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omnistage.config.checks import suggestion
+from omnistage.ar.stage_options import check_options
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ _OPTION_TYPES: dict[str, tuple[type, str]] = {
 def read_generation_options(stage: ResolvedStage) -> GenerationOptions:
     """Raises `ConfigurationError` for an unknown option (naming the nearest), a wrong value or none
     where one is needed, and `UnsupportedCombinationError` for values that exclude each other."""
-    for name, value in stage.options.items():
-        _check_option(stage, name, value)
+    check_options(stage, _OPTION_TYPES, kind="generation")
     if "codec_model" not in stage.options:
         raise ConfigurationError(
             f"stage {stage.stage_id} ({stage.name}): option codec_model is missing; it names "
@@ -85,17 +84,6 @@ def read_generation_options(stage: ResolvedStage) -> GenerationOptions:
     _check_order(stage, options, "codec_chunk_frames", "full_pass_frames")
     _check_order(stage, options, "max_num_seqs", "max_streams")
     return options
-
-
-def _check_option(stage: ResolvedStage, name: str, value: Any) -> None:
-    if name not in _OPTION_TYPES:
-        raise ConfigurationError(
-            f"unknown option {name!r} of generation stage {stage.stage_id}; "
-            f"{suggestion(name, _OPTION_TYPES)}"
-        )
-    kind, what = _OPTION_TYPES[name]
-    if type(value) is not kind or (kind is int and value < 1):
-        raise ConfigurationError(f"option {name} must be {what}, got {value!r}")
 
 
 def _check_order(stage: ResolvedStage, options: GenerationOptions, less: str, more: str) -> None:
