@@ -9,7 +9,8 @@ import pytest
 
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.memory.budget import MemoryBudget
-from omnistage.memory.offload import STRATEGIES, resolve_offload
+from omnistage.memory.offload.base import STRATEGIES
+from omnistage.memory.offload.factory import resolve_offload
 
 
 @pytest.mark.invariant("MEM-INV-001")

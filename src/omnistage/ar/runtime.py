@@ -36,9 +36,4 @@ def _checked(stage: ResolvedStage) -> TokenOptions:
         raise UnsupportedCombinationError(
             f"a token stage of {ranks} ranks is not there yet; use one device"
         )
-    if stage.offload != "none":
-        raise UnsupportedCombinationError(
-            f"offload={stage.offload!r} is not there yet for token stages; use 'none'",
-            param="offload",
-        )
     return read_token_options(stage)

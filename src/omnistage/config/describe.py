@@ -13,7 +13,10 @@ from omnistage.config.resolved import OmniConfig, ParallelConfig, ResolvedStage
 from omnistage.config.settings import deployment_settings, stage_settings
 
 _DETAILS = (
-    ("dtype", "memory_budget_gib", "offload", "enforce_eager"),
+    ("dtype", "quantization_config", "enforce_eager"),
+    ("memory", "memory_budget_gib", "offload", "dlo_use_allgather", "dlo_resident_layers"),
+    ("dlo_runtime_cache", "dlo_runtime_cache_pin_limit_gib"),
+    ("weight_cache_dir", "weight_cache_limit_gib"),
     ("max_num_seqs", "output_window", "connector", "shm_threshold_bytes"),
     ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output"),
     ("max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "async_chunk"),

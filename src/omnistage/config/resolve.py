@@ -22,7 +22,7 @@ from omnistage.config.resolved import (
     ResolvedStage,
     RestartPolicy,
 )
-from omnistage.config.schema import KEYS_OF_KINDS, PARALLEL_KEYS, STAGE_KEYS
+from omnistage.config.schema import KEYS_OF_KINDS, OFFLOAD_FLAGS, PARALLEL_KEYS, STAGE_KEYS
 from omnistage.config.settings import check_stage_ids, deployment_settings, stage_settings
 from omnistage.config.sharing import share_gpus
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
@@ -41,7 +41,7 @@ _PLAIN_STAGE_KEYS = tuple(
     name
     for name in STAGE_KEYS
     if name not in PARALLEL_KEYS
-    and name not in ("device", "devices", "process", "restart", "operation_limits")
+    and name not in ("device", "devices", "process", "restart", "operation_limits", *OFFLOAD_FLAGS)
 )
 
 PARAMS_BY_EXECUTION: dict[ExecutionType, type[SamplingParams]] = {
@@ -132,6 +132,7 @@ def _resolve_stage(
     defaults = values.get("default_sampling_params", {})
     _check_sampling_defaults(stage, defaults)
     _complete_streaming(stage, values)
+    _choose_offload(stage, values)
     plain = {
         STAGE_KEYS[key].attribute or key: values[key] for key in _PLAIN_STAGE_KEYS if key in values
     }
@@ -192,6 +193,19 @@ def _complete_streaming(stage: StageConfig, values: dict[str, Any]) -> None:
         raise UnsupportedCombinationError(
             f"stage {stage.stage_id}: diffusion_streaming_output needs step_execution, which is "
             "turned off; leave one of them out"
+        )
+
+
+def _choose_offload(stage: StageConfig, values: dict[str, Any]) -> None:
+    """The switches are other words for `offload`; of several, the most distributed one holds."""
+    wanted = [meaning for name, meaning in OFFLOAD_FLAGS.items() if values.pop(name, False)]
+    if not wanted:
+        return
+    if values.setdefault("offload", wanted[0]) != wanted[0]:
+        switch = next(name for name, meaning in OFFLOAD_FLAGS.items() if meaning == wanted[0])
+        raise UnsupportedCombinationError(
+            f"stage {stage.stage_id}: {switch} means offload {wanted[0]!r}, but offload is "
+            f"{values['offload']!r}; leave one of them out"
         )
 
 

@@ -94,7 +94,15 @@ class ResolvedStage:
     connector: str = "auto"
     shm_threshold_bytes: int = 65_536
     memory_budget_gib: float | None = None
-    offload: str = "none"
+    memory: str = "auto"
+    offload: str = "auto"
+    dlo_use_allgather: bool = True
+    dlo_resident_layers: int | None = None
+    dlo_runtime_cache: str = "auto"
+    dlo_runtime_cache_pin_limit_gib: float | None = None
+    weight_cache_dir: str | None = None
+    weight_cache_limit_gib: float | None = None
+    quantization_config: str | dict[str, Any] | None = None
     enforce_eager: bool = False
     step_execution: bool = False
     request_batch_max_wait_ms: float = 0.0

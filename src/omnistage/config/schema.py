@@ -80,9 +80,48 @@ STAGE_KEYS = {
         type=Gibibytes | None,
         meaning="most device memory that a rank's weights may take (GiB); null: no bound",
     ),
+    "memory": Key(
+        type=Literal["auto", "speed", "balanced", "minimal"],
+        meaning="diffusion: how much device memory the planner uses",
+    ),
     "offload": Key(
-        type=Literal["none", "model", "layerwise", "distributed-layerwise"],
-        meaning="who moves weights between host and device",
+        type=Literal["auto", "none", "model", "layerwise", "distributed-layerwise"],
+        meaning="diffusion: who moves weights between host and device; auto: the planner decides",
+    ),
+    "enable_cpu_offload": Key(type=bool, meaning="diffusion: the same as offload model"),
+    "enable_layerwise_offload": Key(type=bool, meaning="diffusion: the same as offload layerwise"),
+    "enable_distributed_layerwise_offload": Key(
+        type=bool, meaning="diffusion: the same as offload distributed-layerwise"
+    ),
+    "dlo_use_allgather": Key(
+        type=bool,
+        meaning="distributed-layerwise: each rank keeps a share of the weights, gathered for use",
+    ),
+    "dlo_resident_layers": Key(
+        type=NonNegative | None,
+        meaning="layerwise: leading blocks that stay on the device; null: as many as fit, spread",
+    ),
+    "dlo_runtime_cache": Key(
+        type=Literal["auto", "on", "off"],
+        meaning="layerwise: weights by a shared file of their final form; auto: where the "
+        "checkpoint's own files cannot be mapped",
+    ),
+    "dlo_runtime_cache_pin_limit_gib": Key(
+        type=Annotated[float, Meta(ge=0, le=1e6)] | None,
+        meaning="layerwise: most mapped weights that a rank page-locks (GiB), all or nothing; 0: "
+        "copies are staged; null: what the host allows",
+    ),
+    "weight_cache_dir": Key(
+        type=Text | None,
+        meaning="folder of the runtime cache; null: OMNISTAGE_CACHE or the user's cache folder",
+    ),
+    "weight_cache_limit_gib": Key(
+        type=Gibibytes | None,
+        meaning="size of the runtime cache (GiB) above which unused entries go; null: no bound",
+    ),
+    "quantization_config": Key(
+        type=str | dict[str, Any] | None,
+        meaning="diffusion: precision of weights: fp8, a mapping with a method, or one a component",
     ),
     "enforce_eager": Key(
         type=bool, meaning="compile nothing, capture no graphs, fuse no layers on a GPU"
@@ -154,7 +193,28 @@ STAGE_KEYS = {
     "rank_parallel_size": Key(type=Count, meaning="ranks that divide work as the runtime likes"),
 }
 
-DIFFUSION_KEYS = ("step_execution", "request_batch_max_wait_ms", "diffusion_streaming_output")
+OFFLOAD_FLAGS = {
+    "enable_distributed_layerwise_offload": "distributed-layerwise",
+    "enable_layerwise_offload": "layerwise",
+    "enable_cpu_offload": "model",
+}
+"""The strategy that each switch means; of several that are on the first wins."""
+
+DIFFUSION_KEYS = (
+    "step_execution",
+    "request_batch_max_wait_ms",
+    "diffusion_streaming_output",
+    "memory",
+    "offload",
+    *OFFLOAD_FLAGS,
+    "dlo_use_allgather",
+    "dlo_resident_layers",
+    "dlo_runtime_cache",
+    "dlo_runtime_cache_pin_limit_gib",
+    "weight_cache_dir",
+    "weight_cache_limit_gib",
+    "quantization_config",
+)
 TOKEN_KEYS = (
     "async_scheduling",
     "max_num_batched_tokens",
@@ -209,6 +269,8 @@ DEPLOYMENT_KEYS = {
 ALIASES = {
     "ulysses_degree": "sequence_parallel_size",
     "usp": "sequence_parallel_size",
+    "quantization": "quantization_config",
+    "diffusion_quantization_config": "quantization_config",
     "stage_init_timeout": "init_timeout",
     "init_timeout_s": "init_timeout",
     "heartbeat_timeout_s": "heartbeat_timeout",

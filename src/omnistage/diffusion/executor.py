@@ -30,7 +30,7 @@ from omnistage.diffusion.step_runner import StepRunner
 from omnistage.diffusion.step_setup import make_step_runner
 from omnistage.diffusion.variants import PipelineVariants
 from omnistage.memory.budget import MemoryBudget
-from omnistage.memory.offload import resolve_offload
+from omnistage.memory.offload.factory import resolve_offload
 from omnistage.memory.pipeline_loader import load_pipeline, plan_pipeline
 from omnistage.platforms.registry import platform_of
 

@@ -51,6 +51,10 @@ class Capabilities:
     """Whether the device multiplies float8 matrices itself."""
 
 
+class PageLockError(RuntimeError):
+    """The system did not page-lock host memory, or not unlock it."""
+
+
 class Event(Protocol):
     """Named and behaving as `torch.cuda.Event`."""
 
@@ -176,6 +180,32 @@ class Platform(Protocol):
         Raises what `work` raises, and `RuntimeError` for work that cannot be captured.
         """
         ...
+
+    def offload_unavailable_reason(self) -> str | None:
+        """Why weights cannot wait on the host and be copied in, or None."""
+        return None
+
+    def upload(self, destination: Any, source: Any) -> None:
+        """Start copying a host tensor into a device tensor of the same size, on the current stream.
+        Returns at once for page-locked memory; any other is read before this returns."""
+        destination.copy_(source, non_blocking=True)
+
+    def lock_pages(self, address: int, nbytes: int, device: str, *, read_only: bool) -> None:
+        """Page-lock mapped host memory, so that the device can copy from it by itself. `address`
+        and `nbytes` are multiples of the page size.
+
+        Raises `PageLockError` when the system refuses; then nothing has changed.
+        """
+        raise PageLockError(f"{self.device_type.upper()} devices lock no pages")
+
+    def unlock_pages(self, address: int, device: str) -> None:
+        """Undo `lock_pages`. No copy from there may be under way. Raises `PageLockError`."""
+        raise PageLockError(f"{self.device_type.upper()} devices lock no pages")
+
+    def limit_memory(self, device: str, limit_bytes: int | None) -> None:
+        """Bound what this process's allocator takes of a device; None: no bound. Beyond it an
+        allocation fails as on a full device."""
+        raise ConfigurationError(f"the memory of {device} cannot be bounded")
 
     def memory_stats(self, device: str) -> MemoryStats: ...
 

@@ -108,6 +108,9 @@ class CpuPlatform(Platform):
     ) -> tuple[CapturedGraph, Any]:
         raise ConfigurationError(f"{self.graphs_unavailable_reason()}; turn graphs off")
 
+    def offload_unavailable_reason(self) -> str | None:
+        return "on a CPU host and device memory are the same"
+
     def memory_stats(self, device: str) -> MemoryStats:
         resident_bytes = host_memory.resident_bytes()
         return MemoryStats(

@@ -12,6 +12,7 @@ from omnistage.platforms.base import (
     CapturedGraph,
     DeviceInfo,
     MemoryStats,
+    PageLockError,
     Platform,
 )
 from omnistage.platforms.cuda_driver import DriverDevice, free_bytes, probe_driver
@@ -19,6 +20,9 @@ from omnistage.platforms.torch_build import package_version, torch_cuda_version,
 
 BFLOAT16_FROM = (8, 0)
 FLOAT8_FROM = (8, 9)
+
+_REGISTER_PORTABLE = 0x01
+_REGISTER_READ_ONLY = 0x08
 
 _ABANDONED_GRAPHS: list[Any] = []
 """After a capture that CUDA refuses to end, torch's allocator goes on recording for the capturing
@@ -117,6 +121,31 @@ class CudaPlatform(Platform):
                 raise (failure or error) from None
         current.wait_stream(stream)
         return graph, result
+
+    def lock_pages(self, address: int, nbytes: int, device: str, *, read_only: bool) -> None:
+        """`cudaHostRegister`; the CUDA runtime asks for the read-only flag where a mapping is."""
+        import torch
+
+        flags = _REGISTER_PORTABLE | (_REGISTER_READ_ONLY if read_only else 0)
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostRegister(address, nbytes, flags)
+        if int(status) != 0:
+            raise PageLockError(f"cudaHostRegister of {nbytes} bytes failed: {status}")
+
+    def unlock_pages(self, address: int, device: str) -> None:
+        import torch
+
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostUnregister(address)
+        if int(status) != 0:
+            raise PageLockError(f"cudaHostUnregister failed: {status}")
+
+    def limit_memory(self, device: str, limit_bytes: int | None) -> None:
+        import torch
+
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     def memory_stats(self, device: str) -> MemoryStats:
         import torch

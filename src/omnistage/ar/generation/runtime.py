@@ -35,9 +35,4 @@ def _checked(stage: ResolvedStage) -> GenerationOptions:
         raise UnsupportedCombinationError(
             f"a generation stage of {ranks} ranks is not there yet; use one device"
         )
-    if stage.offload != "none":
-        raise UnsupportedCombinationError(
-            f"offload={stage.offload!r} is not there yet for generation stages; use 'none'",
-            param="offload",
-        )
     return read_generation_options(stage)
