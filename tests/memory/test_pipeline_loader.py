@@ -60,7 +60,7 @@ def test_a_plan_opens_no_weights_and_says_what_it_found(no_weights):
 @pytest.mark.invariant("LOAD-INV-003")
 def test_bytes_of_the_plan_are_bytes_of_the_pipeline():
     plan = plan_pipeline(checkpoint("flux"))
-    pipeline = load_pipeline(plan)
+    pipeline = load_pipeline(plan).pipeline
     loaded = {
         tensor.data_ptr(): tensor.nbytes
         for name in plan.modules
@@ -82,7 +82,7 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_loaded(no_weig
 @pytest.mark.parametrize("family", ["flux", "qwen_image", "flux2_klein"])
 def test_what_is_loaded_is_ready_to_run(family):
     plan = plan_pipeline(checkpoint(family))
-    pipeline = load_pipeline(plan)
+    pipeline = load_pipeline(plan).pipeline
     for name in plan.modules:
         module = getattr(pipeline, name)
         assert not any(part.training for part in module.modules())
@@ -94,7 +94,7 @@ def test_what_is_loaded_is_ready_to_run(family):
 @pytest.mark.invariant("LOAD-INV-002")
 def test_one_plan_loads_twice_into_separate_modules():
     plan = plan_pipeline(checkpoint("flux"))
-    first, second = load_pipeline(plan), load_pipeline(plan)
+    first, second = load_pipeline(plan).pipeline, load_pipeline(plan).pipeline
     assert first.transformer is not second.transformer
     assert pipeline_differences(first, second) == []
 
@@ -120,7 +120,7 @@ def test_settings_and_absent_parts_of_the_index_reach_the_pipeline():
     plan = plan_pipeline(path)
     assert "force_zeros_for_empty_prompt" in plan.settings
     assert {"image_encoder", "feature_extractor"} <= set(plan.absent)
-    changed = load_pipeline(plan).config["force_zeros_for_empty_prompt"]
+    changed = load_pipeline(plan).pipeline.config["force_zeros_for_empty_prompt"]
     assert changed == DiffusionPipeline.load_config(path)["force_zeros_for_empty_prompt"]
 
 
@@ -128,7 +128,7 @@ def test_another_pipeline_class_may_use_the_same_components():
     from diffusers import FluxImg2ImgPipeline, StableDiffusionPipeline
 
     plan = plan_pipeline(checkpoint("flux"), pipeline_class=FluxImg2ImgPipeline)
-    pipeline = load_pipeline(plan)
+    pipeline = load_pipeline(plan).pipeline
     assert type(pipeline) is FluxImg2ImgPipeline
     with pytest.raises(CheckpointError, match=r"lacks .*unet"):
         plan_pipeline(checkpoint("flux"), pipeline_class=StableDiffusionPipeline)
@@ -172,7 +172,9 @@ def test_damage_is_one_clear_error_before_any_weight_is_read(damage, tmp_path, r
 def test_other_layouts_load_equal(harmless, tmp_path):
     source = checkpoint("flux")
     plan = plan_pipeline(harmless(source, tmp_path / "other"), allow_unexpected=True)
-    found = pipeline_differences(load_pipeline(plan), load_pipeline(plan_pipeline(source)))
+    found = pipeline_differences(
+        load_pipeline(plan).pipeline, load_pipeline(plan_pipeline(source))
+    )
     assert [words for words in found if not words.startswith("config of")] == []
     unused = [key for module in plan.modules.values() for key in module.unused_keys]
     assert bool(unused) == (harmless is broken.unexpected_tensor)
@@ -192,7 +194,7 @@ def test_a_variant_is_taken_where_there_is_one(copied):
         "transformer": "fp16"
     }
     reference = DiffusionPipeline.from_pretrained(folder, variant="fp16")
-    assert pipeline_differences(load_pipeline(plan), reference) == []
+    assert pipeline_differences(load_pipeline(plan).pipeline, reference) == []
 
 
 @pytest.mark.invariant("LOAD-INV-004")

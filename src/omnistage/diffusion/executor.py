@@ -12,7 +12,6 @@ from omnistage.contracts.errors import (
     InternalError,
     InvalidRequestError,
     OutOfMemoryError,
-    UnsupportedCombinationError,
 )
 from omnistage.contracts.identity import RequestKey
 from omnistage.contracts.payloads import StageData
@@ -29,9 +28,13 @@ from omnistage.diffusion.signature import signature_of
 from omnistage.diffusion.step_runner import StepRunner
 from omnistage.diffusion.step_setup import make_step_runner
 from omnistage.diffusion.variants import PipelineVariants
+from omnistage.diffusion.wave_runner import WaveRunner
+from omnistage.diffusion.waves import WaveRules
 from omnistage.memory.budget import MemoryBudget
 from omnistage.memory.offload.factory import resolve_offload
 from omnistage.memory.pipeline_loader import load_pipeline, plan_pipeline
+from omnistage.parallel.groups import ProcessGroups, open_process_groups
+from omnistage.parallel.topology import Topology
 from omnistage.platforms.registry import platform_of
 
 if TYPE_CHECKING:
@@ -49,10 +52,12 @@ class DiffusionExecutor:
     def __init__(
         self, stage: ResolvedStage, options: DiffusionOptions, rank: int, world_size: int
     ) -> None:
-        if world_size > 1:
-            raise UnsupportedCombinationError(
-                f"a diffusion stage of {world_size} ranks is not there yet; use one device"
-            )
+        self._topology = Topology.of(stage.parallel)
+        assert world_size == self._topology.world_size
+        self._rank = rank
+        self._rendezvous: str | None = None
+        self._groups: ProcessGroups | None = None
+        self._waves: WaveRunner | None = None
         self._stage = stage
         self._options = options
         self._device = stage.devices[rank]
@@ -63,10 +68,15 @@ class DiffusionExecutor:
         self._requests: RequestRunner | None = None
         self._steps: StepRunner | None = None
 
+    def join(self, rendezvous: str) -> None:
+        """See `JoinsRanks`."""
+        self._rendezvous = rendezvous
+
     def load(self, report: LoadReporter) -> dict[str, Any]:
         """Build the pipeline by plan. Raises `ConfigurationError` for one that cannot be served
         or a default that it does not take."""
         stage = self._stage
+        self._groups = self._open_groups()
         backend = select_backend(self._device, self._options.attention_backend)
         plan = plan_pipeline(
             Path(stage.model_path),
@@ -74,7 +84,7 @@ class DiffusionExecutor:
             device=self._device,
             budget=MemoryBudget.of(stage.memory_budget_gib, self._device),
         )
-        pipeline = load_pipeline(plan, report)
+        pipeline = load_pipeline(plan, report).pipeline
         pipeline.set_progress_bar_config(disable=True)
         for denoiser in find_parts(pipeline).denoisers.values():
             apply_backend(denoiser, backend)
@@ -108,7 +118,8 @@ class DiffusionExecutor:
         if self._steps is not None and self._steps.knows(command):
             return self._guarded(lambda: self._loaded(self._steps).execute(command, context))
         if command.name == GENERATE:
-            return self._loaded(self._requests).execute(command, context)
+            runner = self._loaded(self._requests) if self._waves is None else self._waves
+            return runner.execute(command, context)
         raise InternalError(f"a diffusion executor cannot {command.name!r}")
 
     def release(self, key: RequestKey) -> None:
@@ -124,7 +135,9 @@ class DiffusionExecutor:
         if self._fast_path is not None:
             self._fast_path.close()
         self._offload.disable()
-        self._variants = self._requests = self._steps = self._fast_path = None
+        self._variants = self._requests = self._steps = self._fast_path = self._waves = None
+        if self._groups is not None:
+            self._groups.close()
         self._platform.empty_cache(self._device)
 
     def _make_runners(self, pipeline: DiffusionPipeline) -> None:
@@ -143,6 +156,23 @@ class DiffusionExecutor:
                 self._platform,
                 self._device,
             )
+            self._waves = self._make_waves(self._requests)
+
+    def _open_groups(self) -> ProcessGroups:
+        """Collectives may take as long as the longest operation: one rank may compile meanwhile."""
+        return open_process_groups(
+            self._topology,
+            self._rank,
+            device=self._device,
+            rendezvous=self._rendezvous,
+            timeout_s=max(self._stage.operation_limits_s.values()),
+        )
+
+    def _make_waves(self, runner: RequestRunner) -> WaveRunner | None:
+        assert self._groups is not None
+        if self._topology.world_size == 1:
+            return None
+        return WaveRunner(runner, self._groups, WaveRules.of(self._stage))
 
     def _guarded(self, run: Callable[[], StageData]) -> StageData:
         """Errors as ours, holding no tensors; memory back to the device when it ran short."""
