@@ -82,13 +82,13 @@ def test_every_bundled_file_loads_and_declares_its_version(name: str) -> None:
 @pytest.mark.invariant("DEPLOY-INV-002")
 def test_the_annotated_file_spells_out_the_defaults() -> None:
     import omnistage
-    from omnistage.config.schema import STAGE_KEYS
+    from omnistage.config.schema import OFFLOAD_FLAGS, PARALLEL_KEYS, STAGE_KEYS
 
     path = Path(omnistage.__file__).parent / "deploys" / "separate_processes.yaml"
     spelled = resolve(two_stage_pipeline(), yaml=path.read_text())
     assert spelled == resolve(two_stage_pipeline())
     optional = {"devices", "max_num_seqs", "default_sampling_params", "options"}
-    optional |= {name for name in STAGE_KEYS if name.endswith("_parallel_size")}
+    optional |= {*PARALLEL_KEYS, *OFFLOAD_FLAGS}
     assert set(load_deploy("separate_processes").stage_defaults) == set(STAGE_KEYS) - optional
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from omnistage.config.resolved import EngineLimits, ResolvedStage
 from omnistage.config.schema import DEPLOYMENT_KEYS, LIMIT_KEYS, STAGE_KEYS
-from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from tests.config.pipelines import diffusion_pipeline, resolve, token_pipeline, two_stage_pipeline
 
 YAML_ALL = "max_num_seqs: 2"
@@ -96,7 +96,18 @@ SAMPLES: dict[str, tuple[Any, str, Any]] = {
     "connector": ("inline", "connector", "inline"),
     "shm_threshold_bytes": (0, "shm_threshold_bytes", 0),
     "memory_budget_gib": (1.5, "memory_budget_gib", 1.5),
+    "memory": ("minimal", "memory", "minimal"),
     "offload": ("layerwise", "offload", "layerwise"),
+    "enable_cpu_offload": (True, "offload", "model"),
+    "enable_layerwise_offload": (True, "offload", "layerwise"),
+    "enable_distributed_layerwise_offload": (True, "offload", "distributed-layerwise"),
+    "dlo_use_allgather": (False, "dlo_use_allgather", False),
+    "dlo_resident_layers": (3, "dlo_resident_layers", 3),
+    "dlo_runtime_cache": ("on", "dlo_runtime_cache", "on"),
+    "dlo_runtime_cache_pin_limit_gib": (0, "dlo_runtime_cache_pin_limit_gib", 0.0),
+    "weight_cache_dir": ("weights", "weight_cache_dir", "weights"),
+    "weight_cache_limit_gib": (8, "weight_cache_limit_gib", 8.0),
+    "quantization_config": ("fp8", "quantization_config", "fp8"),
     "enforce_eager": (True, "enforce_eager", True),
     "step_execution": (True, "step_execution", True),
     "request_batch_max_wait_ms": (20, "request_batch_max_wait_ms", 20.0),
@@ -109,8 +120,14 @@ SAMPLES: dict[str, tuple[Any, str, Any]] = {
     "options": ({"custom": [1, 2]}, "options.custom", [1, 2]),
     **{
         f"{kind}_parallel_size": (2, f"parallel.{kind}_parallel_size", 2)
-        for kind in ("tensor", "sequence", "data", "pipeline", "cfg", "rank")
+        for kind in (
+            *("tensor", "sequence", "ring", "data", "pipeline", "cfg", "rank"),
+            *("expert", "vae_patch"),
+        )
     },
+    "use_hsdp": (True, "parallel.use_hsdp", True),
+    "hsdp_shard_size": (2, "parallel.hsdp_shard_size", 2),
+    "hsdp_replicate_size": (2, "parallel.hsdp_replicate_size", 2),
 }
 
 
@@ -225,3 +242,20 @@ def test_input_is_not_kept_by_reference() -> None:
 def test_model_defaults_for_a_stage_that_is_not_there() -> None:
     with pytest.raises(ConfigurationError, match="model's defaults names stage 1"):
         resolve(diffusion_pipeline(options={1: {"a": 1}}))
+
+
+@pytest.mark.parametrize("file", [None, "offload: auto", "offload: layerwise"])
+def test_a_switch_decides_what_is_left_open(file: str | None) -> None:
+    (stage,) = resolve(yaml=file, enable_layerwise_offload=True).stages
+    assert stage.offload == "layerwise"
+
+
+def test_of_several_switches_the_most_distributed_one_holds() -> None:
+    switches = {"enable_cpu_offload": True, "enable_distributed_layerwise_offload": True}
+    assert resolve(**switches).stages[0].offload == "distributed-layerwise"
+    assert resolve(enable_cpu_offload=False).stages[0].offload == "auto"
+
+
+def test_a_switch_against_another_strategy_is_refused() -> None:
+    with pytest.raises(UnsupportedCombinationError, match="but offload is 'none'"):
+        resolve(yaml="offload: none", enable_cpu_offload=True)

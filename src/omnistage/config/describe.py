@@ -100,7 +100,7 @@ def _copies(stage: ResolvedStage) -> str:
     sizes = [
         f"{f.name} {getattr(stage.parallel, f.name)}"
         for f in fields(ParallelConfig)
-        if getattr(stage.parallel, f.name) > 1
+        if getattr(stage.parallel, f.name) != f.default
     ]
     return f"{text} ({', '.join(sizes)})" if sizes else text
 

@@ -29,28 +29,42 @@ DEFAULT_OPERATION_LIMITS_S = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel dimensions of one replica; their product is its number of ranks."""
+    """Sizes of the parallel dimensions of one replica; their product is its number of ranks.
+
+    Expert, VAE patch and HSDP (weights sharded, shards replicated) sizes group the same ranks once
+    more; HSDP alone makes ranks of its own. `hsdp_shard_size` -1 takes all ranks.
+    """
 
     tensor_parallel_size: int = 1
     sequence_parallel_size: int = 1
+    ring_parallel_size: int = 1
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     cfg_parallel_size: int = 1
     rank_parallel_size: int = 1
     """Ranks that divide the work among themselves as their runtime sees fit."""
+    expert_parallel_size: int = 1
+    vae_patch_parallel_size: int = 1
+    use_hsdp: bool = False
+    hsdp_shard_size: int = -1
+    hsdp_replicate_size: int = 1
 
     @property
     def world_size(self) -> int:
-        return math.prod(
+        ranks = math.prod(
             (
                 self.tensor_parallel_size,
                 self.sequence_parallel_size,
+                self.ring_parallel_size,
                 self.data_parallel_size,
                 self.pipeline_parallel_size,
                 self.cfg_parallel_size,
                 self.rank_parallel_size,
             )
         )
+        if ranks == 1 and self.use_hsdp:
+            return max(1, self.hsdp_shard_size * self.hsdp_replicate_size)
+        return ranks
 
 
 @dataclass(frozen=True, kw_only=True)

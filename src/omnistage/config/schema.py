@@ -187,10 +187,20 @@ STAGE_KEYS = {
     "options": Key(type=dict[str, Any], meaning="passed to the stage's runtime as they are"),
     "tensor_parallel_size": Key(type=Count, meaning="ranks that share each weight matrix"),
     "sequence_parallel_size": Key(type=Count, meaning="ranks that share each sequence"),
-    "data_parallel_size": Key(type=Count, meaning="ranks that split a batch"),
+    "ring_parallel_size": Key(type=Count, meaning="ranks that pass keys and values round a ring"),
+    "data_parallel_size": Key(type=Count, meaning="ranks that each serve requests of their own"),
     "pipeline_parallel_size": Key(type=Count, meaning="ranks that hold consecutive layers"),
     "cfg_parallel_size": Key(type=Count, meaning="ranks that split the guidance branches"),
     "rank_parallel_size": Key(type=Count, meaning="ranks that divide work as the runtime likes"),
+    "expert_parallel_size": Key(type=Count, meaning="ranks that share the experts of a layer"),
+    "vae_patch_parallel_size": Key(
+        type=Count, meaning="diffusion: ranks that decode parts of one picture"
+    ),
+    "use_hsdp": Key(type=bool, meaning="diffusion: ranks hold shards of the weights"),
+    "hsdp_shard_size": Key(
+        type=Literal[-1] | Count, meaning="HSDP: ranks that share one copy; -1: all of them"
+    ),
+    "hsdp_replicate_size": Key(type=Count, meaning="HSDP: copies of the shards"),
 }
 
 OFFLOAD_FLAGS = {
@@ -238,7 +248,9 @@ KEYS_OF_KINDS: tuple[tuple[tuple[str, ...], str, tuple[ExecutionType, ...]], ...
 """Keys for stages of some kinds only: (keys, name of the kinds, kinds). Set for a whole deployment
 they are for its stages of those kinds; set for another stage, an error."""
 
-PARALLEL_KEYS = tuple(name for name in STAGE_KEYS if name.endswith("_parallel_size"))
+PARALLEL_KEYS = tuple(
+    name for name in STAGE_KEYS if name.endswith("_parallel_size") or "hsdp" in name
+)
 
 LIMIT_KEYS = {
     "max_inflight_requests": Key(type=Count, meaning="admission bound: one more gets 429 at once"),
@@ -269,6 +281,8 @@ DEPLOYMENT_KEYS = {
 ALIASES = {
     "ulysses_degree": "sequence_parallel_size",
     "usp": "sequence_parallel_size",
+    "ring_degree": "ring_parallel_size",
+    "ring": "ring_parallel_size",
     "quantization": "quantization_config",
     "diffusion_quantization_config": "quantization_config",
     "stage_init_timeout": "init_timeout",

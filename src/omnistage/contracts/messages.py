@@ -218,9 +218,11 @@ class RankHello(Message, frozen=True, kw_only=True, tag="rank_hello"):
 
 
 class RankLoad(Message, frozen=True, kw_only=True, tag="rank_load"):
-    """Build the executor. `config` is the resolved stage configuration as plain values."""
+    """Build the executor. `config` is the resolved stage configuration as plain values;
+    `rendezvous` the address where the ranks meet, when they talk to each other."""
 
     config: dict[str, Any]
+    rendezvous: str | None = None
 
 
 class RankCommand(Message, frozen=True, kw_only=True, tag="rank_command"):
@@ -230,6 +232,7 @@ class RankCommand(Message, frozen=True, kw_only=True, tag="rank_command"):
     name: str
     identities: tuple[RequestIdentity, ...]
     payload: PayloadRef
+    lockstep: bool = True
 
 
 class RankVerdict(Message, frozen=True, kw_only=True, tag="rank_verdict"):

@@ -39,12 +39,16 @@ class Command:
     """A unit of work for all ranks. `name` is the executor's; `kind` selects its deadline.
 
     `data` must hold everything the executors need that they do not hold already.
+
+    With `lockstep` every rank passes the same checkpoints, and each waits for the leader there.
+    Without, each rank passes as many as it likes and is told what the leader has said so far.
     """
 
     name: str
     kind: str = "forward"
     identities: tuple[RequestIdentity, ...]
     data: StageData
+    lockstep: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +76,8 @@ class ExecutionContext(Protocol):
     def checkpoint(self) -> frozenset[RequestKey]:
         """Children of this command that were cancelled, the same answer on every rank.
 
-        Call it between steps (every rank equally often); it also marks liveness.
+        Call it between steps (every rank equally often); it also marks liveness. For a command
+        without `lockstep` ranks may learn it at different times, and call it as often as they like.
         """
 
     def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
@@ -169,6 +174,15 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything. Idempotent."""
+
+
+@runtime_checkable
+class JoinsRanks(Protocol):
+    """An executor whose ranks talk to each other without their leader."""
+
+    def join(self, rendezvous: str) -> None:
+        """Where the ranks of this replica meet (see `omnistage.parallel.rendezvous`). Called once,
+        before `load`, in a replica of several ranks."""
 
 
 InputAdapter = Callable[[StageData, SamplingParams, Executor], StageData]

@@ -15,6 +15,7 @@ from omnistage.contracts.errors import (
 )
 from omnistage.diffusion.components import schedulers_of
 from omnistage.diffusion.inputs import DiffusionInputs
+from omnistage.parallel.failures import is_collective_fault, lost_rank
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -39,6 +40,8 @@ def classify(error: Exception, inputs: DiffusionInputs | None, denoiser_calls: i
         error.detail = error.detail or detail
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
+    if is_collective_fault(error):
+        return lost_rank(error)
     if _is_memory(error):
         return as_omni_error(MemoryError(str(error)), detail=detail)
     if type(error).__name__ == "AcceleratorError":

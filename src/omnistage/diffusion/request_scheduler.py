@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omnistage.contracts.errors import (
@@ -19,6 +19,8 @@ from omnistage.contracts.runtime import Command, Emission, StageRequest
 from omnistage.diffusion.batch_limits import BatchLimits
 from omnistage.diffusion.batching import Unshared, pack, unpack
 from omnistage.diffusion.queue import QueuedRequest, WaitingQueue
+from omnistage.diffusion.wave_data import failure_of_share, pack_wave
+from omnistage.diffusion.waves import WaveRules, plan_shares
 
 GENERATE = "generate"
 
@@ -26,7 +28,8 @@ GENERATE = "generate"
 @dataclass(slots=True)
 class RequestScheduler:
     """Runs the best of those that wait, together with all that share its `batch_key`, at most
-    `max_num_seqs`: who is best never waits behind another, so nobody starves.
+    `max_num_seqs`: who is best never waits behind another, so nobody starves. Where `rules` has
+    several shares, each rank runs such a batch: a wave, which ends with the slowest.
 
     Before it starts, a batch that is not full waits up to `max_wait_s` from the arrival of its
     first member for more to come, unless nobody could join it. A batch that fails is split and
@@ -38,6 +41,8 @@ class RequestScheduler:
     max_num_seqs: int = 1
     max_wait_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
+    rules: WaveRules = field(default_factory=WaveRules)
+    _shares: list[list[QueuedRequest]] = field(default_factory=list)
     _running: dict[RequestKey, QueuedRequest] = field(default_factory=dict)
     _split: deque[list[QueuedRequest]] = field(default_factory=deque)
     _limits: BatchLimits = field(init=False)
@@ -69,14 +74,18 @@ class RequestScheduler:
     def next_command(self) -> Command | None:
         if self._running:
             return None
-        batch = self._next_split() or self._next_batch()
-        if not batch:
+        self._shares = self._next_split() or self._next_wave()
+        if not self._shares:
             return None
-        self._running = {one.key: one for one in batch}
+        members = [one for share in self._shares for one in share]
+        self._running = {one.key: one for one in members}
+        data = pack([one.payload() for one in members])
+        alone = self.rules == WaveRules()
         return Command(
             name=GENERATE,
-            identities=tuple(one.identity for one in batch),
-            data=pack([one.payload() for one in batch]),
+            identities=tuple(one.identity for one in members),
+            data=data if alone else pack_wave(data, [len(share) for share in self._shares]),
+            lockstep=alone,
         )
 
     def next_wake_s(self) -> float | None:
@@ -85,8 +94,21 @@ class RequestScheduler:
         return self._wait_left_s(ready) if ready else None
 
     def complete(self, command: Command, results: Sequence[StageData]) -> Iterable[Emission]:
+        emissions: list[Emission] = []
+        for share, leader in zip(self._shares, self.rules.leaders, strict=False):
+            failure = failure_of_share(results[leader])
+            if failure is None:
+                emissions += self._complete_share(share, results[leader])
+            else:
+                emissions += self._fail_shares([share], failure)
+        return emissions
+
+    def _complete_share(
+        self, share: Sequence[QueuedRequest], result: StageData
+    ) -> Iterable[Emission]:
         emissions = []
-        for identity, outcome in zip(command.identities, unpack(results[0]), strict=True):
+        for one, outcome in zip(share, unpack(result), strict=True):
+            identity = one.identity
             if self._running.pop(identity.key, None) is None:
                 continue
             if isinstance(outcome, OmniError):
@@ -96,17 +118,31 @@ class RequestScheduler:
         return emissions
 
     def fail(self, command: Command, error: OmniError) -> Iterable[Emission]:
-        """A batch is split in two and tried again. Alone, a child that is still here ends."""
-        held = [one for one in command.identities if one.key in self._running]
-        batch = [self._running.pop(one.key) for one in held]
-        size = len(command.identities)
-        if size > 1 and is_retried(error):
-            if isinstance(error, OutOfMemoryError) and batch:
-                self._limits.did_not_fit(GENERATE, batch[0].batch_key, size)
-            half = (len(batch) + 1) // 2
-            self._split.extendleft(part for part in (batch[half:], batch[:half]) if part)
-            return ()
-        return tuple(Emission(identity=one, error=error, final=True) for one in held)
+        """A wave is tried again share by share, a batch split in two. Alone, a child that is still
+        here ends."""
+        return self._fail_shares(self._shares, error)
+
+    def _fail_shares(
+        self, shares: Sequence[Sequence[QueuedRequest]], error: OmniError
+    ) -> Iterable[Emission]:
+        held = [
+            [one for one in share if self._running.pop(one.key, None) is not None]
+            for share in shares
+        ]
+        size = max(map(len, shares))
+        if not is_retried(error) or (size == 1 and len(shares) == 1):
+            return [
+                Emission(identity=one.identity, error=error, final=True)
+                for share in held
+                for one in share
+            ]
+        if isinstance(error, OutOfMemoryError) and size > 1:
+            for share in shares:
+                self._limits.did_not_fit(GENERATE, share[0].batch_key, size)
+        for share in reversed(held):
+            half = len(share) if len(shares) > 1 else (len(share) + 1) // 2
+            self._split.extendleft(part for part in (share[half:], share[:half]) if part)
+        return ()
 
     def deliver(
         self, identity: RequestIdentity, outcome: StageData | OmniError
@@ -116,31 +152,39 @@ class RequestScheduler:
     def counts(self) -> tuple[int, int]:
         return (len(self._running), len(self.queue) + sum(len(batch) for batch in self._split))
 
-    def _next_split(self) -> list[QueuedRequest]:
-        """The rest of a batch that failed, in order; no more at a time than fit."""
+    def _next_split(self) -> list[list[QueuedRequest]]:
+        """One share: the rest of a batch that failed, in order; no more at a time than fit."""
         while self._split:
             if batch := self._split.popleft():
                 most = self._limits.of(GENERATE, batch[0].batch_key)
                 if batch[most:]:
                     self._split.appendleft(batch[most:])
-                return batch[:most]
+                return [batch[:most]]
         return []
 
-    def _next_batch(self) -> list[QueuedRequest]:
+    def _next_wave(self) -> list[list[QueuedRequest]]:
         ready = self.queue.ready()
         self._limits.keep(one.batch_key for one in ready)
         if not ready or self._wait_left_s(ready) > 0:
             return []
-        return self.queue.take(self._batch(ready))
+        shares = plan_shares(ready, self._most_of, self.rules)
+        self.queue.take([one for share in shares for one in share])
+        return shares
 
-    def _batch(self, ready: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        key = ready[0].batch_key
-        return [one for one in ready if one.batch_key == key][: self._limits.of(GENERATE, key)]
+    def _most_of(self, key: Hashable) -> int:
+        return self._limits.of(GENERATE, key)
 
     def _wait_left_s(self, ready: Sequence[QueuedRequest]) -> float:
-        batch = self._batch(ready)
-        key = batch[0].batch_key
-        if len(batch) >= self._limits.of(GENERATE, key) or isinstance(key, Unshared):
+        """A wave of several shares is full when no rank could take more."""
+        shares = plan_shares(ready, self._most_of, self.rules)
+        batch = [one for share in shares for one in share]
+        full = len(shares) == self.rules.num_shares and all(
+            isinstance(share[0].batch_key, Unshared)
+            or len(share) >= self._most_of(share[0].batch_key)
+            for share in shares
+        )
+        nobody_could_join = self.rules.num_shares == 1 or self.rules.synchronized
+        if full or (nobody_could_join and isinstance(batch[0].batch_key, Unshared)):
             return 0.0
         return max(0.0, min(one.arrived_s for one in batch) + self.max_wait_s - self.clock())
 

@@ -10,11 +10,13 @@ from omnistage.contracts.runtime import Scheduler
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 from omnistage.diffusion.batching import call_key, shape_key
 from omnistage.diffusion.executor import DiffusionExecutor
+from omnistage.diffusion.offloading import check_offload
 from omnistage.diffusion.options import DiffusionOptions, read_options, runs_steps
 from omnistage.diffusion.queue import WaitingQueue
 from omnistage.diffusion.request_scheduler import RequestScheduler
 from omnistage.diffusion.step_scheduler import StepScheduler
-from omnistage.parallel.groups import open_process_groups
+from omnistage.diffusion.waves import WaveRules, require_steps
+from omnistage.parallel.groups import refuse_missing
 from omnistage.parallel.topology import Topology
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class DiffusionRuntime:
         options = read_options(stage.options)
         _check_ranks(stage)
         check_mode(stage, options)
+        check_offload(stage)
         return (
             step_scheduler(stage, options)
             if runs_steps(stage)
@@ -83,7 +86,7 @@ def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
             "request batches (supports_request_batch); use max_num_seqs=1",
             param="max_num_seqs",
         )
-    if wait_ms and stage.max_num_seqs == 1:
+    if wait_ms and stage.max_num_seqs * stage.parallel.data_parallel_size == 1:
         raise UnsupportedCombinationError(
             f"request_batch_max_wait_ms={wait_ms:g} has no effect with max_num_seqs=1: there is "
             "no batch to wait for; raise max_num_seqs or leave it out",
@@ -92,17 +95,25 @@ def check_mode(stage: ResolvedStage, options: DiffusionOptions) -> None:
 
 
 def request_scheduler(stage: ResolvedStage, options: DiffusionOptions) -> RequestScheduler:
+    rules = WaveRules.of(stage)
+
+    def check(params: OmniDiffusionSamplingParams) -> None:
+        refuse_previews(params)
+        if rules.synchronized:
+            require_steps(params)
+
     queue = WaitingQueue(
         capacity=options.max_queued_requests,
         defaults=stage.default_sampling_params,
         batch_key=call_key,
         clock=time.monotonic,
-        check=refuse_previews,
+        check=check,
     )
     return RequestScheduler(
         queue,
         max_num_seqs=stage.max_num_seqs,
         max_wait_s=stage.request_batch_max_wait_ms / 1000,
+        rules=rules,
     )
 
 
@@ -136,9 +147,15 @@ def refuse_previews(params: OmniDiffusionSamplingParams) -> None:
 
 
 def _check_ranks(stage: ResolvedStage) -> None:
-    open_process_groups(Topology.of(stage.parallel), rank=0).close()
-    ranks = stage.parallel.world_size
-    if ranks > 1:
+    topology = Topology.of(stage.parallel)
+    refuse_missing(topology)
+    ranks = topology.world_size
+    if topology.size("rank") > 1:
         raise UnsupportedCombinationError(
-            f"a diffusion stage of {ranks} ranks is not there yet; use one device"
+            f"--rank-parallel-size {ranks}: a diffusion stage divides no work by itself; use "
+            "--data-parallel-size or --sequence-parallel-size"
+        )
+    if ranks > 1 and runs_steps(stage):
+        raise UnsupportedCombinationError(
+            f"step_execution on {ranks} ranks is not there yet; leave it out, or use one rank"
         )

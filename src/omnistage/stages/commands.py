@@ -54,9 +54,12 @@ class LeaderContext:
         self._late: list[LateOutput] = []
         self._identities: tuple[RequestIdentity, ...] = ()
         self._checkpoint = 0
+        self._lockstep = True
+        self._told: frozenset[RequestKey] = frozenset()
 
     def start(self, command: Command) -> None:
         self._identities, self._checkpoint = command.identities, 0
+        self._lockstep, self._told = command.lockstep, frozenset[RequestKey]()
         self._late = []
         self._clock.begin(command.kind)
 
@@ -64,10 +67,21 @@ class LeaderContext:
         """See `ExecutionContext`. Raises the error of a rank that has failed meanwhile."""
         self._clock.touch()
         self._ranks.raise_early_error()
+        return self._tell()
+
+    def while_waiting(self) -> None:
+        """The leader's part is done; ranks that go on still hear of who is cancelled."""
+        if not self._lockstep:
+            self._tell()
+
+    def _tell(self) -> frozenset[RequestKey]:
         cancelled = [i for i in self._identities if self._is_cancelled(i.key)]
-        self._ranks.verdict(self._checkpoint, cancelled)
-        self._checkpoint += 1
-        return frozenset(identity.key for identity in cancelled)
+        keys = frozenset(identity.key for identity in cancelled)
+        if self._lockstep or keys != self._told:
+            self._ranks.verdict(self._checkpoint, cancelled)
+            self._checkpoint += 1
+            self._told = keys
+        return keys
 
     def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
         self._post(Progress(identity=identity, step=step, total_steps=total_steps))
@@ -107,7 +121,12 @@ class CommandRunner:
         except InvalidRequestError as error:
             return error
         own = self._execute_here(command)
-        outcomes = [own, *self._ranks.gather(self._clock.limit_s(command.kind))]
+        self._clock.begin(command.kind)
+        limit_s = self._clock.limit_s(command.kind)
+        outcomes = [own, *self._ranks.gather(limit_s, self._context.while_waiting)]
+        for outcome in outcomes:
+            if isinstance(outcome, StageLostError):
+                raise outcome
         for outcome in outcomes:
             if isinstance(outcome, OmniError):
                 self._context.withdraw_late()

@@ -15,6 +15,7 @@ from omnistage.contracts.errors import (
     OmniError,
     ProtocolError,
     RequestCancelledError,
+    StageLostError,
     as_omni_error,
 )
 from omnistage.contracts.identity import RequestIdentity, RequestKey
@@ -31,7 +32,7 @@ from omnistage.contracts.messages import (
 )
 from omnistage.contracts.modalities import Modality
 from omnistage.contracts.payloads import StageData
-from omnistage.contracts.runtime import OUTPUT_LANE, Command, Executor
+from omnistage.contracts.runtime import OUTPUT_LANE, Command, Executor, JoinsRanks
 from omnistage.observability.logging import configure_logging, get_logger, request_scope
 from omnistage.stages.commands import log_scope
 from omnistage.stages.imports import load_object
@@ -66,6 +67,9 @@ class LeaderLink:
             raise DeadlineExceededError(f"the leader sent no verdict within {limit_s:.0f} s")
         return self._decoder.decode(self._socket.recv_multipart())
 
+    def has_mail(self) -> bool:
+        return bool(self._socket.poll(0))
+
     def close(self) -> None:
         self._socket.close()
 
@@ -80,9 +84,12 @@ class RankContext:
         self._clock = clock
         self._sequence = 0
         self._checkpoint = 0
+        self._lockstep = True
+        self._cancelled: frozenset[RequestKey] = frozenset()
 
-    def start(self, sequence: int) -> None:
+    def start(self, sequence: int, *, lockstep: bool) -> None:
         self._sequence, self._checkpoint = sequence, 0
+        self._lockstep, self._cancelled = lockstep, frozenset()
 
     def is_stale(self, message: object) -> bool:
         """A verdict on a command that this rank has already answered, by an error of its own."""
@@ -90,6 +97,14 @@ class RankContext:
 
     def checkpoint(self) -> frozenset[RequestKey]:
         self._clock.touch()
+        if self._lockstep:
+            self._read_verdict()
+        else:
+            while self._link.has_mail():
+                self._read_verdict()
+        return self._cancelled
+
+    def _read_verdict(self) -> None:
         verdict, _ = self._link.receive(self._clock.longest_limit_s)
         if not isinstance(verdict, RankVerdict) or verdict.sequence != self._sequence:
             raise ProtocolError(f"expected a verdict on command {self._sequence}, got {verdict!r}")
@@ -98,7 +113,7 @@ class RankContext:
         if verdict.checkpoint != self._checkpoint:
             raise ProtocolError(f"expected checkpoint {self._checkpoint}, got {verdict!r}")
         self._checkpoint += 1
-        return frozenset(identity.key for identity in verdict.cancelled)
+        self._cancelled = frozenset(identity.key for identity in verdict.cancelled)
 
     def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
         pass
@@ -120,10 +135,11 @@ def execute(
     frames: list[memoryview],
     stage_id: int,
 ) -> None:
-    context.start(message.sequence)
+    context.start(message.sequence, lockstep=message.lockstep)
     command = Command(
         name=message.name,
         identities=message.identities,
+        lockstep=message.lockstep,
         data=link.connector.receive(message.payload, frames),
     )
     with request_scope(log_scope(command), stage_id):
@@ -134,6 +150,8 @@ def execute(
             raise
         except Exception as error:
             _answer_error(link, context.rank, message.sequence, error)
+            if isinstance(error, StageLostError):
+                raise  # Its end tells the leader at once, who may be waiting for it elsewhere.
             return
     link.send(RankResult(rank=context.rank, sequence=message.sequence, payload=ref), out_frames)
 
@@ -160,6 +178,8 @@ def serve(launch: RankLaunch, link: LeaderLink) -> None:
             if isinstance(message, RankCommand):
                 execute(executor, context, link, message, frames, launch.stage.stage_id)
             elif isinstance(message, RankLoad):
+                if message.rendezvous is not None and isinstance(executor, JoinsRanks):
+                    executor.join(message.rendezvous)
                 _load(executor, link, launch.rank)
             elif isinstance(message, RankRelease):
                 executor.release(message.identity.key)

@@ -34,6 +34,7 @@ from omnistage.contracts.messages import (
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.runtime import Command
 from omnistage.observability.logging import LogSettings
+from omnistage.parallel.rendezvous import Rendezvous
 from omnistage.stages.launch import RankLaunch, describe_exit, start_child
 from omnistage.transport.codec import MessageDecoder, encode
 from omnistage.transport.inline import InlineConnector
@@ -91,10 +92,14 @@ class RemoteRank:
         except zmq.Again:
             raise self._gone("does not take messages") from None
 
-    def receive(self, limit_s: float) -> tuple[FromRank, list[memoryview]]:
-        """The rank's next message within `limit_s` seconds, else `StageLostError`."""
+    def receive(
+        self, limit_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> tuple[FromRank, list[memoryview]]:
+        """The rank's next message within `limit_s` seconds, else `StageLostError`. `on_wait` is
+        called now and then meanwhile."""
         give_up = time.monotonic() + limit_s
         while not self._socket.poll(_WAIT_SLICE_MS):
+            on_wait()
             if self._lost.is_set():
                 raise self._gone("died")
             if time.monotonic() > give_up:
@@ -107,12 +112,16 @@ class RemoteRank:
             self._early = self._read_result(sequence, 0.0)
         return self._early if isinstance(self._early, OmniError) else None
 
-    def result(self, sequence: int, limit_s: float) -> StageData | OmniError:
+    def result(
+        self, sequence: int, limit_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> StageData | OmniError:
         early, self._early = self._early, None
-        return early if early is not None else self._read_result(sequence, limit_s)
+        return early if early is not None else self._read_result(sequence, limit_s, on_wait)
 
-    def _read_result(self, sequence: int, limit_s: float) -> StageData | OmniError:
-        message, frames = self.receive(limit_s)
+    def _read_result(
+        self, sequence: int, limit_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> StageData | OmniError:
+        message, frames = self.receive(limit_s, on_wait)
         if not isinstance(message, RankResult) or message.sequence != sequence:
             raise InternalError(f"rank {self.rank} answered out of order: {message!r}")
         if message.error is not None:
@@ -160,6 +169,7 @@ class RankGroup:
         self._stage = stage
         self._sequence = 0
         self._connector = InlineConnector()
+        self._rendezvous: Rendezvous | None = None
         self._remotes = [
             RemoteRank(stage, replica_id, rank, log, on_exit)
             for rank in range(1, stage.parallel.world_size)
@@ -169,11 +179,18 @@ class RankGroup:
     def pids(self) -> tuple[int, ...]:
         return tuple(remote.process.pid for remote in self._remotes)
 
+    def open_rendezvous(self) -> str | None:
+        """The address where all ranks can meet, the leader's own included; None for one rank."""
+        if self._remotes:
+            self._rendezvous = Rendezvous(self._stage.init_timeout_s)
+        return self._rendezvous and self._rendezvous.address
+
     def begin_load(self) -> None:
         config = to_plain(self._stage)
         for remote in self._remotes:
             remote.expect_hello(self._stage.init_timeout_s)
-        self._send_all(RankLoad(config=config))
+        address = self._rendezvous and self._rendezvous.address
+        self._send_all(RankLoad(config=config, rendezvous=address))
 
     def finish_load(self) -> None:
         for remote in self._remotes:
@@ -194,6 +211,7 @@ class RankGroup:
             name=command.name,
             identities=command.identities,
             payload=ref,
+            lockstep=command.lockstep,
         )
         self._send_all(message, frames)
         self._sequence += 1
@@ -213,9 +231,12 @@ class RankGroup:
             if error is not None:
                 raise error
 
-    def gather(self, limit_s: float) -> list[StageData | OmniError]:
-        """The remote ranks' results of the last command, by rank from 1."""
-        return [remote.result(self._sequence, limit_s) for remote in self._remotes]
+    def gather(
+        self, limit_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> list[StageData | OmniError]:
+        """The remote ranks' results of the last command, by rank from 1. `on_wait` is called now
+        and then while one is missing."""
+        return [remote.result(self._sequence, limit_s, on_wait) for remote in self._remotes]
 
     def release(self, key: RequestKey) -> None:
         self._send_all(RankRelease(identity=RequestIdentity(request_id=key[0], child_index=key[1])))
@@ -233,3 +254,5 @@ class RankGroup:
             remote.ask_to_stop()
         for remote in self._remotes:
             remote.end(give_up)
+        if self._rendezvous is not None:
+            self._rendezvous.close()

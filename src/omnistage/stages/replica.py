@@ -39,7 +39,7 @@ from omnistage.contracts.messages import (
     Stopped,
     Submit,
 )
-from omnistage.contracts.runtime import Command, Emission
+from omnistage.contracts.runtime import Command, Emission, JoinsRanks
 from omnistage.observability.logging import DEFAULT_LOGS, LogSettings, get_logger, request_scope
 from omnistage.stages.commands import CommandRunner, LeaderContext, log_scope
 from omnistage.stages.controls import ReplicaControls
@@ -181,6 +181,8 @@ class Replica:
             lambda rank, code: self._on_rank_exit(self, rank, code),
         )
         self._executor = runtime.executor(self.stage, 0, world_size)
+        if isinstance(self._executor, JoinsRanks) and (meet := self._ranks.open_rendezvous()):
+            self._executor.join(meet)
         self._ranks.begin_load()
         description = self._load_alone(self._executor)
         self._ranks.finish_load()

@@ -1,0 +1,96 @@
+"""Which requests the ranks of a denoising stage serve at a time, and under what rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omnistage.contracts.errors import UnsupportedCombinationError
+from omnistage.contracts.sampling import OmniDiffusionSamplingParams
+from omnistage.diffusion.queue import QueuedRequest
+from omnistage.parallel.groups import WORLD
+from omnistage.parallel.topology import Topology
+
+if TYPE_CHECKING:
+    from omnistage.config.resolved import ResolvedStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaveRules:
+    """`leaders`: of each share of a wave, the rank whose result counts. With `synchronized` all
+    shares take the same steps at the same time, since each step is collective. `lockstep` names
+    the group whose ranks pass every step together; None: each rank goes its own way."""
+
+    leaders: tuple[int, ...] = (0,)
+    synchronized: bool = False
+    lockstep: str | None = None
+
+    @property
+    def num_shares(self) -> int:
+        return len(self.leaders)
+
+    @classmethod
+    def of(cls, stage: ResolvedStage) -> WaveRules:
+        topology = Topology.of(stage.parallel)
+        shares = topology.size("data")
+        synchronized = shares > 1 and weights_are_gathered(stage)
+        shared_sequence = topology.size("sequence") > 1
+        if synchronized:
+            lockstep = WORLD if shared_sequence else "data"
+        else:
+            lockstep = "sequence" if shared_sequence else None
+        return cls(
+            leaders=tuple(topology.rank({"data": share}) for share in range(shares)),
+            synchronized=synchronized,
+            lockstep=lockstep,
+        )
+
+
+def weights_are_gathered(stage: ResolvedStage) -> bool:
+    """Whether each rank holds a share of the weights, so that every forward is a collective: the
+    rule that stage settings alone decide, for who has no weights in view."""
+    parallel = stage.parallel
+    ranks = parallel.data_parallel_size * parallel.sequence_parallel_size
+    return stage.offload == "distributed-layerwise" and stage.dlo_use_allgather and ranks > 1
+
+
+def require_steps(params: OmniDiffusionSamplingParams) -> None:
+    """Raises `UnsupportedCombinationError` for a request that leaves its number of steps open."""
+    if params.num_inference_steps is None:
+        raise UnsupportedCombinationError(
+            "num_inference_steps is not given: the ranks of this stage gather their weights from "
+            "each other at every step, so that all requests of a wave must state the same number "
+            "of steps; set it (or a default of the stage), or start with --no-dlo-use-allgather",
+            param="num_inference_steps",
+        )
+
+
+def plan_shares(
+    ready: Sequence[QueuedRequest],
+    most_of: Callable[[Hashable], int],
+    rules: WaveRules,
+) -> list[list[QueuedRequest]]:
+    """The shares of one wave, at most one a rank, each of one `batch_key` and at most `most_of` it.
+
+    Who is first in `ready` is served. Synchronized shares are all of its key. Ranks that are left
+    over take from the largest share.
+    """
+    shares: list[list[QueuedRequest]] = []
+    for one in ready:
+        if rules.synchronized and one.batch_key != ready[0].batch_key:
+            continue
+        most = most_of(one.batch_key)
+        mine = [share for share in shares if share[0].batch_key == one.batch_key]
+        if mine and len(mine[-1]) < most:
+            mine[-1].append(one)
+        elif len(shares) < rules.num_shares:
+            shares.append([one])
+    while 0 < len(shares) < rules.num_shares:
+        largest = max(shares, key=len)
+        if len(largest) == 1:
+            break
+        half = (len(largest) + 1) // 2
+        shares.append(largest[half:])
+        del largest[half:]
+    return shares
