@@ -64,7 +64,12 @@ def test_every_running_request_must_be_able_to_decode_in_one_step() -> None:
 def test_the_runtime_refuses_before_anything_is_loaded() -> None:
     assert isinstance(TokenRuntime.scheduler(stage()), TokenScheduler)
     two_ranks = replace(stage(), parallel=ParallelConfig(tensor_parallel_size=2))
-    for refused in (two_ranks, stage(offload="layerwise")):
-        for make in (TokenRuntime.scheduler, lambda one: TokenRuntime.executor(one, 0, 1)):
-            with pytest.raises(UnsupportedCombinationError, match="not there yet"):
-                make(refused)
+    for make in (TokenRuntime.scheduler, lambda one: TokenRuntime.executor(one, 0, 1)):
+        with pytest.raises(UnsupportedCombinationError, match="not there yet"):
+            make(two_ranks)
+
+
+@pytest.mark.parametrize("given", [{}, {"stage_overrides": {0: {"offload": "layerwise"}}}])
+def test_weights_of_a_token_stage_are_not_offloaded(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="offload is for diffusion stages"):
+        stage(**given or {"offload": "layerwise"})

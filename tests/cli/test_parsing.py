@@ -94,6 +94,14 @@ def test_flags_become_overrides() -> None:
     assert layer.stages == {0: {"dtype": "float32"}}
 
 
+@pytest.mark.parametrize("off", ["--no-dlo-use-allgather", "--dlo-no-use-allgather"])
+def test_gathering_is_turned_off_in_either_spelling(off: str) -> None:
+    layer = overrides(parse("serve", "m", "--enable-distributed-layerwise-offload", off))
+    assert layer.stage_defaults["dlo_use_allgather"] is False
+    on = overrides(parse("serve", "m", "--dlo-use-allgather"))
+    assert on.stage_defaults == {"dlo_use_allgather": True}
+
+
 @pytest.mark.invariant("CLI-INV-201")
 def test_flags_can_be_handed_on() -> None:
     words = [

@@ -82,7 +82,15 @@ BEFORE_LOADING: dict[str, tuple[Prepare, str]] = {
     ),
     "ranks": (
         serving("--device", "cpu", "--rank-parallel-size", "2"),
-        "a diffusion stage of 2 ranks is not there yet",
+        "--rank-parallel-size 2: a diffusion stage divides no work by itself",
+    ),
+    "offload on a CPU": (
+        serving("--device", "cpu", "--enable-layerwise-offload"),
+        "offload 'layerwise' on cpu: on a CPU host and device memory are the same; leave it out",
+    ),
+    "two strategies": (
+        serving("--device", "cpu", "--enable-cpu-offload", "--offload", "layerwise"),
+        "enable_cpu_offload means offload 'model', but offload is 'layerwise'",
     ),
     "a batch that nothing joins": (
         serving("--request-batch-max-wait-ms", "20"),
@@ -131,7 +139,6 @@ WHILE_LOADING: dict[str, tuple[Prepare, str]] = {
     "missing tensor": (damaged(broken.missing_tensor), "transformer"),
     "missing component": (damaged(broken.missing_component_folder), "'transformer'"),
     "missing package": (missing_package, "pip install onnxruntime"),
-    "offload that is not there": (serving("--offload", "model"), "offload 'model' is not there"),
 }
 
 

@@ -20,7 +20,8 @@ DEPLOYMENT = """
 --init-timeout --stage-init-timeout --init-timeout-s
 --heartbeat-timeout --heartbeat-timeout-s --omni-heartbeat-timeout --operation-limits
 --operation-limits-s --restart --default-sampling-params --options --tensor-parallel-size
---sequence-parallel-size --ulysses-degree --usp --data-parallel-size --pipeline-parallel-size
+--sequence-parallel-size --ulysses-degree --usp --ring-parallel-size --ring-degree
+--ring --data-parallel-size --pipeline-parallel-size
 --cfg-parallel-size --rank-parallel-size --served-model-name --lb-policy --omni-lb-policy
 --log-level --log-json --no-log-json --limits --max-inflight-requests --max-queue
 --request-timeout-s --slow-client-timeout-s --abort-timeout-s --shutdown-timeout-s --stream-buffer
@@ -30,6 +31,13 @@ DEPLOYMENT = """
 --fuse-layers
 --gpu-memory-utilization --kv-cache-gib --max-model-len --max-num-batched-tokens --no-async-chunk
 --no-async-scheduling --no-enable-chunked-prefill --no-enable-prefix-caching --no-fuse-layers
+--memory --enable-cpu-offload --no-enable-cpu-offload --enable-layerwise-offload
+--no-enable-layerwise-offload --enable-distributed-layerwise-offload
+--no-enable-distributed-layerwise-offload --dlo-use-allgather --no-dlo-use-allgather
+--dlo-no-use-allgather --dlo-resident-layers --dlo-runtime-cache --dlo-runtime-cache-pin-limit-gib
+--weight-cache-dir --weight-cache-limit-gib --quantization-config --quantization
+--diffusion-quantization-config --expert-parallel-size --vae-patch-parallel-size --use-hsdp
+--no-use-hsdp --hsdp-shard-size --hsdp-replicate-size
 """
 
 FLAGS = {

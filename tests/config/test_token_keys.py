@@ -68,5 +68,12 @@ def test_no_bound_may_be_said_on_the_command_line() -> None:
     assert config.stages[0].max_model_len is None
 
 
-def test_a_diffusion_pipeline_ignores_what_is_for_tokens() -> None:
-    assert resolve(diffusion_pipeline(), kv_cache_gib=2.0).stages[0].kv_cache_gib is None
+def test_a_diffusion_pipeline_ignores_what_a_file_says_for_tokens() -> None:
+    (stage,) = resolve(diffusion_pipeline(), yaml="kv_cache_gib: 2.0").stages
+    assert stage.kv_cache_gib is None
+
+
+@pytest.mark.invariant("CONFIG-INV-102")
+def test_an_override_that_no_stage_can_use_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="kv_cache_gib is for token stages, of which"):
+        resolve(diffusion_pipeline(), kv_cache_gib=2.0)

@@ -35,6 +35,7 @@ _METAVARS: dict[Any, str] = {
     str | list[str | int]: "LIST",
 }
 _EXTRA_SPELLINGS = {"max_inflight_requests": ["max_queue"]}
+_EXTRA_NEGATIONS = {"dlo_use_allgather": ["dlo_no_use_allgather"]}
 
 
 def add_model_flags(parser: CommandParser, *, model_optional: bool = False) -> None:
@@ -127,10 +128,10 @@ def _add_text(group: argparse._ArgumentGroup, name: str, metavar: str, meaning: 
 
 
 def _add_switch(group: argparse._ArgumentGroup, name: str, override: str, meaning: str) -> None:
-    off = _flag(f"no_{name}")
+    off = [_flag(word) for word in [f"no_{name}", *_EXTRA_NEGATIONS.get(name, [])]]
     group.add_argument(
         _flag(name),
-        off,
+        *off,
         action=OverrideAction,
         override=override,
         negated=off,

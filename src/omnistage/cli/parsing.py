@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
 class OverrideAction(argparse.Action):
     """Collects (name, text) pairs into `args.overrides`, where configuration checks them."""
 
-    def __init__(self, *, override: str, negated: str | None = None, **options: Any) -> None:
+    def __init__(self, *, override: str, negated: Sequence[str] = (), **options: Any) -> None:
         super().__init__(**options)
         self.override = override
         self.negated = negated
@@ -49,7 +49,7 @@ class OverrideAction(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if self.nargs == 0:
-            values = "false" if option_string == self.negated else "true"
+            values = "false" if option_string in self.negated else "true"
         namespace.overrides.append((self.override, values))
 
 

@@ -70,6 +70,7 @@ def resolve_config(
     """
     layers: list[Layer] = [layer for layer in (deploy, overrides) if layer is not None]
     check_stage_ids(pipeline, layers)
+    _refuse_keys_of_absent_kinds(pipeline, overrides)
     present = visible_accelerators() if accelerators is None else tuple(accelerators)
     top = {name: setting.value for name, setting in deployment_settings(layers).items()}
     _check_pipeline_name(pipeline, top.pop("pipeline", pipeline.model_type), deploy)
@@ -109,6 +110,20 @@ def _values(
                         f"({stage.name}) is of kind {stage.execution_type.value}"
                     )
     return values
+
+
+def _refuse_keys_of_absent_kinds(pipeline: PipelineConfig, overrides: Overrides | None) -> None:
+    """A deploy file may be meant for any pipeline; an override is meant for this one."""
+    if overrides is None:
+        return
+    present = {stage.execution_type for stage in pipeline.stages}
+    for names, kinds, execution_types in KEYS_OF_KINDS:
+        for name in names:
+            if name in overrides.stage_defaults and not present & set(execution_types):
+                raise ConfigurationError(
+                    f"{overrides.origin}: {name} is for {kinds}, of which "
+                    f"{pipeline.model_type!r} has none; leave it out"
+                )
 
 
 def _check_pipeline_name(
@@ -201,12 +216,14 @@ def _choose_offload(stage: StageConfig, values: dict[str, Any]) -> None:
     wanted = [meaning for name, meaning in OFFLOAD_FLAGS.items() if values.pop(name, False)]
     if not wanted:
         return
-    if values.setdefault("offload", wanted[0]) != wanted[0]:
+    given = values.get("offload", "auto")
+    if given not in ("auto", wanted[0]):
         switch = next(name for name, meaning in OFFLOAD_FLAGS.items() if meaning == wanted[0])
         raise UnsupportedCombinationError(
             f"stage {stage.stage_id}: {switch} means offload {wanted[0]!r}, but offload is "
-            f"{values['offload']!r}; leave one of them out"
+            f"{given!r}; leave one of them out"
         )
+    values["offload"] = wanted[0]
 
 
 def _check_sampling_defaults(stage: StageConfig, defaults: dict[str, Any]) -> None:

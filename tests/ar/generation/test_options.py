@@ -43,7 +43,6 @@ def test_the_codec_must_be_named_and_exist():
     ("changes", "message"),
     [
         ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "2 ranks is not there yet"),
-        ({"offload": "layerwise"}, "offload='layerwise' is not there yet"),
     ],
 )
 def test_what_is_not_there_is_refused(changes, message):
