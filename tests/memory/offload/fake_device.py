@@ -93,7 +93,7 @@ class LateEvent:
         return self.stream is None or self.stream.done >= self.position
 
     def synchronize(self) -> None:
-        if self.stream is not None:
+        if self.stream is not None and "host" not in self._platform.ignored_waits:
             self.stream.run_until(self.position)
 
     def elapsed_time(self, end_event: LateEvent) -> float:
@@ -116,7 +116,8 @@ class LockedRange:
 class LatePlatform(CpuPlatform):
     """Counts what it does. `refuse_lock` and `refuse_unlock` hold the numbers (from 1) of calls
     that fail; `fail_upload` maps the number of an upload to what it raises; `ignored_waits` names
-    waits that are forgotten: "compute" by the compute stream, "copy" by all others."""
+    waits that are forgotten: "compute" by the compute stream, "copy" by all other streams, "host" by
+    the host for an event."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -134,6 +135,7 @@ class LatePlatform(CpuPlatform):
         self.ignored_waits: set[str] = set()
         self.memory_limit_bytes: int | None = None
         self._tick = 0
+        self._copying = False
         self._compute = LateStream(self, is_compute=True)
         self._scope = threading.local()
         self._streams: weakref.WeakSet[LateStream] = weakref.WeakSet()
@@ -185,17 +187,28 @@ class LatePlatform(CpuPlatform):
             self.unlocked_uploads += 1
             source = source.clone()
         if not stream.is_compute:
-            _poison(destination)
+            with self._unwatched():
+                _poison(destination)
         using = LockedRange(source.data_ptr(), source.nbytes, True)
         self._pending.append(using)
 
         def copy() -> None:
             self._pending.remove(using)
-            destination.copy_(source)
-            if overtakes:
-                _poison(destination)
+            with self._unwatched():
+                destination.copy_(source)
+                if overtakes:
+                    _poison(destination)
 
         stream.submit(copy)
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Copies run inside of who waits for them, and are no reads of compute."""
+        before, self._copying = self._copying, True
+        try:
+            yield
+        finally:
+            self._copying = before
 
     def _overtakes(self, stream: LateStream, destination: torch.Tensor) -> bool:
         read_at = self._read_at.get(destination.untyped_storage().data_ptr(), -1)
@@ -212,7 +225,7 @@ class LatePlatform(CpuPlatform):
             yield
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        if self.current_stream("cpu").is_compute:
+        if not self._copying and self.current_stream("cpu").is_compute:
             self._read_at[tensor.untyped_storage().data_ptr()] = self.next_tick()
 
     def compute_finished(self) -> None:

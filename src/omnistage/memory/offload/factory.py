@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.memory.offload.base import OffloadBackend, check_strategy
+from omnistage.memory.offload.host import HostWeights
 from omnistage.memory.offload.none import NoOffload
+from omnistage.memory.placement import Placement
+from omnistage.platforms.base import Platform
+
+
+def make_backend(
+    placement: Placement,
+    host_weights: Mapping[str, HostWeights],
+    platform: Platform,
+    device: str,
+    groups: Any = None,
+) -> OffloadBackend:
+    """The backend that carries out `placement` on `device`; it takes `host_weights` over.
+
+    `groups` are the process groups of the rank, for the distributed strategy. Raises
+    `ConfigurationError` for an unknown strategy, `UnsupportedCombinationError` for one that is
+    known and not there yet.
+    """
+    strategy = check_strategy(placement.strategy)
+    if strategy == "none":
+        return NoOffload()
+    if strategy == "layerwise":
+        from omnistage.memory.offload.layerwise import LayerwiseOffload
+
+        return LayerwiseOffload(placement, host_weights, platform, device)
+    raise UnsupportedCombinationError(
+        f"offload {strategy!r} is not there yet; allowed: none, layerwise"
+    )
 
 
 def resolve_offload(name: str) -> OffloadBackend:
