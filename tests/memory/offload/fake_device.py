@@ -116,8 +116,8 @@ class LockedRange:
 class LatePlatform(CpuPlatform):
     """Counts what it does. `refuse_lock` and `refuse_unlock` hold the numbers (from 1) of calls
     that fail; `fail_upload` maps the number of an upload to what it raises; `ignored_waits` names
-    waits that are forgotten: "compute" by the compute stream, "copy" by all other streams, "host" by
-    the host for an event."""
+    waits that are forgotten: "compute" by the compute stream, "copy" by all others, "host" by the
+    host for an event."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

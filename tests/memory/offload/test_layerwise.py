@@ -80,15 +80,6 @@ def test_what_is_not_page_locked_is_staged(platform, name):
     assert platform.locked_bytes == 0
 
 
-def test_a_forgotten_wait_for_a_staging_buffer_is_seen(platform):
-    module = built("qwen")
-    expected = run(module, "qwen")
-    platform.ignored_waits.add("host")
-    placement = placed(module, page_lock_limit_bytes=0)
-    with offloaded(platform, Pipeline(transformer=module), placement):
-        assert not torch.equal(run(module, "qwen"), expected)
-
-
 def test_where_nothing_can_be_locked_copies_are_plain(platform):
     module = built("qwen")
     expected = run(module, "qwen")
