@@ -173,7 +173,7 @@ def test_other_layouts_load_equal(harmless, tmp_path):
     source = checkpoint("flux")
     plan = plan_pipeline(harmless(source, tmp_path / "other"), allow_unexpected=True)
     found = pipeline_differences(
-        load_pipeline(plan).pipeline, load_pipeline(plan_pipeline(source))
+        load_pipeline(plan).pipeline, load_pipeline(plan_pipeline(source)).pipeline
     )
     assert [words for words in found if not words.startswith("config of")] == []
     unused = [key for module in plan.modules.values() for key in module.unused_keys]

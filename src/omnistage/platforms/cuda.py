@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -123,22 +125,21 @@ class CudaPlatform(Platform):
         return graph, result
 
     def lock_pages(self, address: int, nbytes: int, device: str, *, read_only: bool) -> None:
-        """`cudaHostRegister`; the CUDA runtime asks for the read-only flag where a mapping is."""
+        """`cudaHostRegister`; the CUDA runtime asks for the read-only flag where a mapping is. No
+        copy may cross from one locked range into another: CUDA refuses it."""
         import torch
 
         flags = _REGISTER_PORTABLE | (_REGISTER_READ_ONLY if read_only else 0)
         with torch.cuda.device(device):
             status = torch.cuda.cudart().cudaHostRegister(address, nbytes, flags)
-        if int(status) != 0:
-            raise PageLockError(f"cudaHostRegister of {nbytes} bytes failed: {status}")
+        _check_page_lock(status, f"cudaHostRegister of {nbytes} bytes")
 
     def unlock_pages(self, address: int, device: str) -> None:
         import torch
 
         with torch.cuda.device(device):
             status = torch.cuda.cudart().cudaHostUnregister(address)
-        if int(status) != 0:
-            raise PageLockError(f"cudaHostUnregister failed: {status}")
+        _check_page_lock(status, "cudaHostUnregister")
 
     def limit_memory(self, device: str, limit_bytes: int | None) -> None:
         import torch
@@ -197,3 +198,23 @@ def _info(device: DriverDevice) -> DeviceInfo:
         free_bytes=free_bytes(device.pci_bus_id),
         compute_capability=device.compute_capability,
     )
+
+
+def _check_page_lock(status: Any, what: str) -> None:
+    """CUDA keeps the error for the thread's next launch of a kernel, which has nothing to do with
+    it; so it is taken away here."""
+    import torch
+
+    if int(status) == 0:
+        return
+    reason = torch.cuda.cudart().cudaGetErrorString(status)
+    _cuda_runtime().cudaGetLastError()
+    raise PageLockError(f"{what} failed: {reason}")
+
+
+def _cuda_runtime() -> ctypes.CDLL:
+    """The library that torch has loaded; its bindings lack a function."""
+    import torch
+
+    major = str(torch.version.cuda).partition(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
