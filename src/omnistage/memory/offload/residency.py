@@ -90,8 +90,8 @@ def _run_sizes(sizes_bytes: Sequence[int]) -> list[int]:
     sums = [0]
     for start in range(len(sizes_bytes)):
         run = 0
-        for size in sizes_bytes[start:]:
-            run += size
+        for index in _circle(len(sizes_bytes), start):
+            run += sizes_bytes[index]
             sums.append(run)
     return sums
 
