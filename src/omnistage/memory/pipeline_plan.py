@@ -13,6 +13,7 @@ from omnistage.contracts.errors import CheckpointError
 from omnistage.memory.budget import MemoryBudget
 from omnistage.memory.checkpoint import has_variant
 from omnistage.memory.classes import component_class, named_pipeline_class
+from omnistage.memory.float8_layers import QuantizationRequest
 from omnistage.memory.names import and_more, with_nearest
 from omnistage.memory.plan import LoadPlan, gib
 from omnistage.memory.planner import component_checkpoint, plan_tensors, resolve_dtype
@@ -85,14 +86,16 @@ def plan_pipeline(
     budget: MemoryBudget | None = None,
     variant: str | None = None,
     allow_unexpected: bool = False,
+    quantization: QuantizationRequest | None = None,
 ) -> PipelinePlan:
     """Plan the pipeline that lies in `model_path`. Reads configurations and headers, no weights.
 
     `dtype` is "auto" (float32 on the CPU, elsewhere the dtype that most weights are stored in, the
     same for all components), "float32", "bfloat16" or "float16". `pipeline_class` replaces the
     class that the index names, `variant` ("fp16") chooses files in those components that have it,
-    and `allow_unexpected` is that of `plan_module`. Raises `CheckpointError` naming the file, key
-    or class at fault, and `ConfigurationError` when `budget` is too small.
+    and `allow_unexpected` is that of `plan_module`. `quantization` says how what is stored in
+    float8 computes. Raises `CheckpointError` naming the file, key or class at fault, and
+    `ConfigurationError` when `budget` is too small.
     """
     index = read_index(model_path)
     if pipeline_class is None:
@@ -104,7 +107,9 @@ def plan_pipeline(
     }
     folders = {name: _component_folder(model_path, name) for name in classes}
     models = {name: cls for name, cls in classes.items() if library_of(cls) is not None}
-    configs = {name: read_config(cls, folders[name]) for name, cls in models.items()}
+    configs = {
+        name: read_config(cls, folders[name], quantized=True) for name, cls in models.items()
+    }
     variants = _variants(models, folders, variant)
     checkpoints = {
         name: component_checkpoint(cls, folders[name], variants.get(name))
@@ -125,6 +130,7 @@ def plan_pipeline(
                 dtype=dtype,
                 device=device,
                 allow_unexpected=allow_unexpected,
+                quantization=quantization or QuantizationRequest(device=device),
             )
             for name, cls in models.items()
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -68,9 +68,12 @@ class Skeleton:
         folder: Path,
         dtype: str,
         implementations: Implementations | None = None,
+        prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
+        """`prepare` changes a module just built (its layers to quantized ones)."""
         self.cls, self.config, self.folder, self.dtype = cls, config, folder, dtype
         self.implementations = implementations or Implementations()
+        self._prepare = prepare
         self._module: torch.nn.Module | None = None
 
     def look(self) -> torch.nn.Module:
@@ -79,6 +82,8 @@ class Skeleton:
             self._module = build_skeleton(
                 self.cls, self.config, self.folder, self.dtype, self.implementations
             )
+            if self._prepare is not None:
+                self._prepare(self._module)
         return self._module
 
     def take(self) -> torch.nn.Module:

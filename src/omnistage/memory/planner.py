@@ -11,6 +11,12 @@ from omnistage.contracts.errors import CheckpointError, ConfigurationError
 from omnistage.memory.checkpoint import Checkpoint, StoredTensor, read_checkpoint
 from omnistage.memory.conversion import Conversion, plan_conversions
 from omnistage.memory.fit import dtype_name, find_problems
+from omnistage.memory.float8_layers import (
+    QuantizationRequest,
+    find_stored_layers,
+    float8_names,
+    float8_skeleton,
+)
 from omnistage.memory.plan import LoadPlan, Skeleton, SourceKind, TensorSource
 from omnistage.memory.renaming import Renaming, is_ignored, rename, wanted_float32
 from omnistage.memory.skeleton import WEIGHT_STEMS, Implementations, library_of, read_config
@@ -31,16 +37,19 @@ def plan_module(
     device: str = "cpu",
     variant: str | None = None,
     allow_unexpected: bool = False,
+    quantization: QuantizationRequest | None = None,
 ) -> LoadPlan:
     """Plan one `diffusers` or `transformers` model that lies in `folder`.
 
     Loads nothing. `config` replaces the folder's `config.json`; `dtype` is one of `DTYPES`, where
     "auto" means float32 on the CPU and the checkpoint's own elsewhere. `allow_unexpected` leaves
     stored tensors that the model has no place for unused, as the libraries do; the plan lists
-    them. Raises `CheckpointError` naming the file or keys.
+    them. Checkpoints that store float8 are refused without
+    `quantization`, which says how they compute. Raises `CheckpointError`
+    naming the file or keys.
     """
     if config is None:
-        config = read_config(cls, folder)
+        config = read_config(cls, folder, quantized=quantization is not None)
     checkpoint = component_checkpoint(cls, folder, variant)
     dtype = resolve_dtype(dtype, device, [checkpoint])
     return plan_tensors(
@@ -51,6 +60,7 @@ def plan_module(
         dtype=dtype,
         device=device,
         allow_unexpected=allow_unexpected,
+        quantization=quantization,
     )
 
 
@@ -95,14 +105,21 @@ def plan_tensors(
     allow_unexpected: bool = False,
     implementations: Implementations | None = None,
     whole_type: str | None = None,
+    quantization: QuantizationRequest | None = None,
 ) -> LoadPlan:
     """Match a skeleton of `cls` with a checkpoint, name by name. `dtype` is a resolved one,
     `whole_type` the `model_type` of the model that `cls` is a part of.
 
     Raises `CheckpointError` naming missing keys, unexpected keys, and shapes and dtypes that
-    differ.
+    differ, and as `float8_skeleton` does for quantized checkpoints.
     """
     skeleton = Skeleton(cls, config, checkpoint.folder, dtype, implementations)
+    float8 = find_stored_layers(config, checkpoint) if quantization is not None else None
+    if float8 is not None and quantization is not None:
+        checkpoint = float8.checkpoint
+        skeleton = float8_skeleton(
+            skeleton, float8, component=component, request=quantization, whole_type=whole_type
+        )
     module = skeleton.look()
     renaming = rename(
         module, checkpoint.tensors, sharded=len(checkpoint.files) > 1, whole_type=whole_type
@@ -126,7 +143,7 @@ def plan_tensors(
         dtype=dtype,
         sources=sources,
         variant=checkpoint.variant,
-        unused_keys=unused,
+        unused_keys=unused + (float8.unused_keys if float8 is not None else ()),
         conversions=conversions,
         skeleton=skeleton,
     )
@@ -194,10 +211,13 @@ def _sources(
     present = {name: stored[name] for name in state if name in stored}
     float32 = wanted_float32(module, present, dtype)
     diffusers = library_of(type(module)) == "diffusers"
+    own = float8_names(module)
     sources = dict(made)
     for name, tensor in present.items():
         wanted = dtype_name(state[name].dtype)
-        if name in float32:
+        if name in own:
+            pass
+        elif name in float32:
             wanted = "float32"
         elif diffusers and "float" in tensor.dtype:
             wanted = dtype  # diffusers casts whatever dtype the parameter was made with

@@ -18,6 +18,7 @@ from omnistage.contracts.errors import (
     OmniError,
     UnsupportedCombinationError,
 )
+from omnistage.memory.quantized import check_readable, stored_quantization
 
 if TYPE_CHECKING:
     import torch
@@ -64,30 +65,31 @@ def library_of(cls: type) -> str | None:
     return next((library for library, base in MODEL_BASES.items() if base in bases), None)
 
 
-def read_config(cls: type, folder: Path) -> Any:
+def read_config(cls: type, folder: Path, *, quantized: bool = False) -> Any:
     """The component's configuration as its library reads it.
 
     Raises `CheckpointError` when `config.json` is missing or malformed and
-    `UnsupportedCombinationError` when it asks for quantization.
+    `UnsupportedCombinationError` for a quantized checkpoint, but where `quantized`: then for one of
+    a method that is not read.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder / 'config.json'} is missing; {cls.__name__} needs it")
     try:
         if library_of(cls) == "diffusers":
             config = cls.load_config(folder)
-            quantization = config.get("quantization_config")
         else:
             config = _config_class(cls, folder).from_pretrained(folder, local_files_only=True)
-            quantization = getattr(config, "quantization_config", None)
     except OmniError:
         raise
     except Exception as error:  # the file is the user's: what a library raises for it varies
         raise CheckpointError(
             f"{folder / 'config.json'} is no configuration of {cls.__name__}: {error}"
         ) from error
-    if quantization:
+    if quantized:
+        check_readable(config, folder)
+    elif stored_quantization(config):
         raise UnsupportedCombinationError(
-            f"{folder} is a quantized checkpoint; only unquantized ones can be loaded yet"
+            f"{folder} is a quantized checkpoint; models of this kind are loaded in full precision"
         )
     return config
 

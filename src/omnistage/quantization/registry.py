@@ -1,36 +1,58 @@
-"""Quantization methods by name. The seam; none is there yet."""
+"""Quantization methods by name: which there are, which are to come, what people call them."""
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol
-
+from omnistage.config.checks import suggestion
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 
-PLANNED = ("fp8", "int8", "mxfp8", "mxfp4", "bitsandbytes", "gguf")
+METHODS = ("fp8",)
+PLANNED = (
+    "int8",
+    "mxfp8",
+    "mxfp4",
+    "mxfp4_dualscale",
+    "nvfp4",
+    "bitsandbytes",
+    "gguf",
+    "autoround",
+    "modelopt",
+    "msmodelslim",
+    "torchao",
+    "compressed_tensors",
+)
+ALIASES = {
+    "float8": "fp8",
+    "fp8_e4m3": "fp8",
+    "float8_e4m3fn": "fp8",
+    "auto_round": "autoround",
+    "inc": "autoround",
+    "bnb": "bitsandbytes",
+}
+"""Canonical names by other ones, written as `canonical_name` writes them."""
+
+NONE = "none"
 
 
-class QuantizationMethod(Protocol):
-    """How weights of one precision are loaded and multiplied."""
+def canonical_name(name: str) -> str:
+    """Lower case, "-" as "_", aliases resolved; known or not."""
+    plain = name.strip().lower().replace("-", "_")
+    return ALIASES.get(plain, plain)
 
-    name: str
 
+def resolve_method(name: str) -> str | None:
+    """The canonical name of a method that exists, None for "none".
 
-def resolve_quantization(requested: str | None) -> QuantizationMethod | None:
-    """None (full precision) for None and "none". Never another precision than the one asked for:
-
-    raises `UnsupportedCombinationError` for a method that is known and not there yet,
-    `ConfigurationError` for any other.
+    Raises `UnsupportedCombinationError` for a method that is known and not there yet,
+    `ConfigurationError` naming the nearest for any other.
     """
-    if requested is None or requested == "none":
+    method = canonical_name(name)
+    if method == NONE:
         return None
-    _refuse(requested)
-
-
-def _refuse(requested: str) -> NoReturn:
-    if requested in PLANNED:
+    if method in METHODS:
+        return method
+    if method in PLANNED:
         raise UnsupportedCombinationError(
-            f"quantization {requested!r} is not there yet; leave it out to load full precision"
+            f"quantization {name!r} is not there yet; allowed: {NONE}, {', '.join(METHODS)}"
         )
-    raise ConfigurationError(
-        f"quantization {requested!r} is unknown; known: none, {', '.join(PLANNED)}"
-    )
+    known = (NONE, *METHODS, *PLANNED)
+    raise ConfigurationError(f"quantization {name!r} is unknown; {suggestion(method, known)}")
