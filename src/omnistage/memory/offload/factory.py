@@ -33,8 +33,12 @@ def make_backend(
         from omnistage.memory.offload.layerwise import LayerwiseOffload
 
         return LayerwiseOffload(placement, host_weights, platform, device)
+    if strategy == "model":
+        from omnistage.memory.offload.model_level import ModelLevelOffload
+
+        return ModelLevelOffload(placement, host_weights, platform, device)
     raise UnsupportedCombinationError(
-        f"offload {strategy!r} is not there yet; allowed: none, layerwise"
+        f"offload {strategy!r} is not there yet; allowed: none, model, layerwise"
     )
 
 
