@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,9 +38,9 @@ class Filler:
         """Read those of `names` that lie in files or are converted and are not there yet: the
         former in the order of their data, then whole conversions. `device`: where `names` go."""
         wanted = set(names) - self._filled
-        for name, tensor in chain(self._stored(wanted), self._converted(wanted)):
-            target = device if name in wanted else None
-            self._put(name, tensor, target or self._device_of(name))
+        targets = {name: device or self._device_of(name) for name in wanted}
+        for name, tensor in chain(self._stored(wanted), self._converted(targets)):
+            self._put(name, tensor, targets.get(name) or self._device_of(name))
 
     def count_as_loaded(self, names: Iterable[str]) -> None:
         """Of what somebody else has put in its place."""
@@ -71,18 +71,20 @@ class Filler:
             for _, name, source in sorted(by_file[file], key=lambda entry: entry[:2]):
                 yield name, self._files.read(file, source.key, source.stored_dtype, source.shape)
 
-    def _converted(self, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the library's conversions make, one conversion after another."""
+    def _converted(self, targets: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the library's conversions make, one conversion after another, each where its first
+        result goes."""
         import torch
 
         for entry in self.plan.conversions:
-            if self._filled.isdisjoint(entry.names) and not wanted.isdisjoint(entry.names):
-                device = "cpu" if entry.on_host else self.plan.device
-                dtype = getattr(torch, entry.dtype)
-                parts = (
-                    self._files.read(stored.file, stored.key, stored.dtype, stored.shape).to(
-                        device, dtype
-                    )
-                    for _, stored in entry.parts
+            target = next((targets[name] for name in entry.names if name in targets), None)
+            if target is None or not self._filled.isdisjoint(entry.names):
+                continue
+            device, dtype = "cpu" if entry.on_host else target, getattr(torch, entry.dtype)
+            parts = (
+                self._files.read(stored.file, stored.key, stored.dtype, stored.shape).to(
+                    device, dtype
                 )
-                yield from entry.run(parts, self.module).items()
+                for _, stored in entry.parts
+            )
+            yield from entry.run(parts, self.module).items()
