@@ -96,6 +96,13 @@ class ReplicaBench:
         self.replica.deliver(message, frames)
         return request.identity
 
+    def until_step(self, name: str, step: int) -> None:
+        while True:
+            message, _ = self.next(ANSWER_LIMIT_S, (Progress,))
+            assert isinstance(message, Progress)
+            if (message.identity.request_id, message.step) == (name, step):
+                return
+
     def abort(self, identity: RequestIdentity) -> None:
         self.replica.deliver(Abort(identity=identity, reason="test"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,7 @@ from omnistage.memory.budget import MemoryBudget
 from omnistage.memory.offload.factory import resolve_offload
 from omnistage.memory.pipeline_loader import load_pipeline, plan_pipeline
 from omnistage.parallel.groups import ProcessGroups, open_process_groups
+from omnistage.parallel.sequence import share_sequences
 from omnistage.parallel.topology import Topology
 from omnistage.platforms.registry import platform_of
 
@@ -58,6 +60,7 @@ class DiffusionExecutor:
         self._rendezvous: str | None = None
         self._groups: ProcessGroups | None = None
         self._waves: WaveRunner | None = None
+        self._unshare: Callable[[], None] = lambda: None
         self._stage = stage
         self._options = options
         self._device = stage.devices[rank]
@@ -88,11 +91,19 @@ class DiffusionExecutor:
         pipeline.set_progress_bar_config(disable=True)
         for denoiser in find_parts(pipeline).denoisers.values():
             apply_backend(denoiser, backend)
+        self._share_sequences(pipeline)
         self._check_defaults(pipeline)
         self._set_autoencoder_features(pipeline)
         self._offload.enable(pipeline)
         self._variants = PipelineVariants(pipeline, self._options)
-        self._fast_path = FastPath(stage, self._options, self._platform, self._device)
+        self._fast_path = FastPath(
+            replace(
+                stage, enforce_eager=stage.enforce_eager or self._topology.size("sequence") > 1
+            ),
+            self._options,
+            self._platform,
+            self._device,
+        )
         self._fast_path.install(pipeline)
         self._make_runners(pipeline)
         self._fast_path.warm_up(self._steps, self._requests, report)
@@ -136,6 +147,7 @@ class DiffusionExecutor:
             self._fast_path.close()
         self._offload.disable()
         self._variants = self._requests = self._steps = self._fast_path = self._waves = None
+        self._unshare()
         if self._groups is not None:
             self._groups.close()
         self._platform.empty_cache(self._device)
@@ -159,14 +171,20 @@ class DiffusionExecutor:
             self._waves = self._make_waves(self._requests)
 
     def _open_groups(self) -> ProcessGroups:
-        """Collectives may take as long as the longest operation: one rank may compile meanwhile."""
+        """Collectives may take as long as the longest operation: another rank may compile."""
         return open_process_groups(
             self._topology,
             self._rank,
             device=self._device,
             rendezvous=self._rendezvous,
             timeout_s=max(self._stage.operation_limits_s.values()),
+            join_timeout_s=self._stage.init_timeout_s,
         )
+
+    def _share_sequences(self, pipeline: DiffusionPipeline) -> None:
+        assert self._groups is not None
+        denoisers = find_parts(pipeline).denoisers
+        self._unshare = share_sequences(denoisers, self._groups)
 
     def _make_waves(self, runner: RequestRunner) -> WaveRunner | None:
         assert self._groups is not None

@@ -77,7 +77,7 @@ class WaveContext:
         `StageLostError` when they are inside one, where its part is missing."""
         if self._agreement is not None and not self.finished:
             self.finished = True
-            self._agreement.vote(Vote.FAILED, FAULT_LIMIT_S)
+            self._agreement.vote(Vote.FAILED, min(FAULT_LIMIT_S, self._agreement.timeout_s))
 
     def _agreed(self, stop: bool) -> bool:
         assert self._agreement is not None

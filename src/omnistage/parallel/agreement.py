@@ -23,6 +23,7 @@ class Agreement:
     """The ranks of one group vote, all equally often, between the collectives of their work."""
 
     def __init__(self, groups: ProcessGroups, name: str) -> None:
+        self.timeout_s = groups.timeout_s
         self._group = groups.control_group_of(name)
 
     def vote(self, own: Vote, limit_s: float | None = None) -> tuple[Vote, Vote]:

@@ -34,8 +34,13 @@ class ProcessGroups:
     topology: Topology
     rank: int
     device: str = "cpu"
+    timeout_s: float = 0.0
+    """Deadline of every collective."""
+    join_timeout_s: float = 0.0
+    """The same while the replica loads."""
     _groups: dict[str, ProcessGroup] = field(default_factory=dict)
     _control: dict[str, ProcessGroup] = field(default_factory=dict)
+    _apart: dict[str, tuple[ProcessGroup, ProcessGroup]] = field(default_factory=dict)
 
     def size(self, name: str) -> int:
         """Number of members of the group of dimension or overlay `name`, or of "world"."""
@@ -66,6 +71,19 @@ class ProcessGroups:
         self.group_of(name)
         return self._control[name]
 
+    def group_apart(self, name: str) -> tuple[ProcessGroup, ProcessGroup]:
+        """The members of `name` once more, as `group_of` and as `control_group_of`, for whoever
+        talks at times of its own: neither waits in line with the collectives of the work. Made by
+        the first call, in which all ranks of the replica take part. Their deadline is that of
+        loading, until `set_deadline`. Raises as `group_of`."""
+        self.group_of(name)
+        if name not in self._apart:
+            for members in self.topology.groups(name):
+                made = _made(members, timedelta(seconds=self.join_timeout_s))
+                if self.rank in members:
+                    self._apart[name] = made
+        return self._apart[name]
+
     def close(self) -> None:
         """Leave all groups, without waiting for others. Idempotent."""
         if not self._groups:
@@ -74,6 +92,7 @@ class ProcessGroups:
 
         self._groups.clear()
         self._control.clear()
+        self._apart.clear()
         if self.device != "cpu":
             dist.distributed_c10d._abort_process_group()  # `destroy` waits for the other ranks.
         else:
@@ -91,10 +110,16 @@ def refuse_missing(topology: Topology) -> None:
 
 
 def open_process_groups(
-    topology: Topology, rank: int, *, device: str, rendezvous: str | None, timeout_s: float
+    topology: Topology,
+    rank: int,
+    *,
+    device: str,
+    rendezvous: str | None,
+    timeout_s: float,
+    join_timeout_s: float | None = None,
 ) -> ProcessGroups:
-    """Join the groups of this rank; all ranks of the replica must do so within `timeout_s`, which
-    is also the deadline of every later collective.
+    """Join the groups of this rank; all ranks of the replica must do so within `join_timeout_s`
+    (None: `timeout_s`). `timeout_s` is the deadline of every later collective.
 
     A rank that needs no collectives joins none and touches no state of `torch.distributed`. Else
     torch's default world becomes this replica's, since its device meshes and functional collectives
@@ -106,7 +131,14 @@ def open_process_groups(
     """
     topology.coordinates(rank)
     refuse_missing(topology)
-    groups = ProcessGroups(topology=topology, rank=rank, device=device)
+    join_timeout_s = join_timeout_s or timeout_s
+    groups = ProcessGroups(
+        topology=topology,
+        rank=rank,
+        device=device,
+        timeout_s=timeout_s,
+        join_timeout_s=join_timeout_s,
+    )
     if not topology.needs_collectives:
         return groups
     import torch.distributed as dist
@@ -119,7 +151,9 @@ def open_process_groups(
     if rendezvous is None:
         raise InternalError(f"rank {rank} was told of no rendezvous")
     try:
-        _join(groups, rendezvous, timeout_s)
+        _join(groups, rendezvous, join_timeout_s)
+        for group in (*groups._groups.values(), *groups._control.values()):
+            set_deadline(group, timeout_s)
     except Exception as error:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -127,6 +161,14 @@ def open_process_groups(
             raise lost_rank(error) from error
         raise
     return groups
+
+
+def set_deadline(group: ProcessGroup, timeout_s: float) -> None:
+    """For all collectives from now on, on every device of the group."""
+    import torch.distributed as dist
+
+    known = getattr(dist, "set_timeout", None)  # Newer than torch 2.11, which has this one:
+    (known or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=timeout_s), group)
 
 
 def _join(groups: ProcessGroups, rendezvous: str, timeout_s: float) -> None:
@@ -154,7 +196,13 @@ def _join(groups: ProcessGroups, rendezvous: str, timeout_s: float) -> None:
             groups._groups[name], groups._control[name] = world, groups._control[WORLD]
         elif topology.size(name) > 1:
             for members in topology.groups(name):  # Every rank makes all of them, in one order.
-                group = dist.new_group(members, timeout=timeout)
-                control = dist.new_group(members, backend="gloo", timeout=timeout)
+                group, control = _made(members, timeout)
                 if groups.rank in members:
                     groups._groups[name], groups._control[name] = group, control
+
+
+def _made(members: list[int], timeout: timedelta) -> tuple[ProcessGroup, ProcessGroup]:
+    import torch.distributed as dist
+
+    group = dist.new_group(members, timeout=timeout)
+    return group, dist.new_group(members, backend="gloo", timeout=timeout)

@@ -1,0 +1,30 @@
+"""A rank that is gone, stuck or broken inside a collective step ends its replica, in time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from omnistage.contracts.errors import StageLostError
+from tests.parallel.bench import serving
+from tests.parallel.gathering import gathering_stage
+
+SIZE = {"height": 32, "width": 32, "output_type": "np"}
+LOST_WITHIN_S = 25.0
+"""Two deadlines of five seconds, the end of the processes, and a slow machine."""
+
+
+@pytest.mark.invariant("PARALLEL-INV-006")
+@pytest.mark.parametrize("what", ["break:1", "die:1", "hang:1", "break:0"])
+def test_a_rank_lost_inside_a_step_ends_the_replica(what):
+    with serving(gathering_stage()) as bench:
+        bench.submit("a", what, seed=1, num_inference_steps=2, **SIZE)
+        started = time.monotonic()
+        with pytest.raises(StageLostError):
+            bench.answers(1)
+        assert time.monotonic() - started < LOST_WITHIN_S
+        (pid,) = bench.ready.rank_pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
