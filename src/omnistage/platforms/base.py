@@ -190,6 +190,11 @@ class Platform(Protocol):
         Returns at once for page-locked memory; any other is read before this returns."""
         destination.copy_(source, non_blocking=True)
 
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Call `work`, which starts something on the current stream that no method here does (a
+        collective). Where streams are simulated it is called in its turn."""
+        work()
+
     def lock_pages(self, address: int, nbytes: int, device: str, *, read_only: bool) -> None:
         """Page-lock mapped host memory, so that the device can copy from it by itself. `address`
         and `nbytes` are multiples of the page size.

@@ -78,6 +78,8 @@ def _check_plain(component: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
             problem = "is sparse"
         elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             problem = f"is a {type(tensor).__name__}"
+        elif tensor.untyped_storage().nbytes() < tensor.nbytes:
+            problem = "is not whole here (its streamed blocks were shared out among ranks)"
         elif type(tensor.data) is not torch.Tensor:
             problem = f"holds a {type(tensor.data).__name__}"
         else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.memory.offload.base import OffloadBackend, check_strategy
 from omnistage.memory.offload.host import HostWeights
 from omnistage.memory.offload.none import NoOffload
 from omnistage.memory.placement import Placement
+from omnistage.parallel.groups import ProcessGroups
 from omnistage.platforms.base import Platform
 
 
@@ -18,13 +18,14 @@ def make_backend(
     host_weights: Mapping[str, HostWeights],
     platform: Platform,
     device: str,
-    groups: Any = None,
+    groups: ProcessGroups | None = None,
+    *,
+    use_allgather: bool = True,
 ) -> OffloadBackend:
     """The backend that carries out `placement` on `device`; it takes `host_weights` over.
 
-    `groups` are the process groups of the rank, for the distributed strategy. Raises
-    `ConfigurationError` for an unknown strategy, `UnsupportedCombinationError` for one that is
-    known and not there yet.
+    The distributed strategy has the process groups of the rank, if there are several, share
+    weights, unless `use_allgather` is off. Raises `ConfigurationError` for an unknown strategy.
     """
     strategy = check_strategy(placement.strategy)
     if strategy == "none":
@@ -37,8 +38,10 @@ def make_backend(
         from omnistage.memory.offload.model_level import ModelLevelOffload
 
         return ModelLevelOffload(placement, host_weights, platform, device)
-    raise UnsupportedCombinationError(
-        f"offload {strategy!r} is not there yet; allowed: none, model, layerwise"
+    from omnistage.memory.offload.distributed import DistributedLayerwiseOffload
+
+    return DistributedLayerwiseOffload(
+        placement, host_weights, platform, device, groups, use_allgather=use_allgather
     )
 
 

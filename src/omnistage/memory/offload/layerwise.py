@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Streamed:
+class Streamed:
     """A component that streams."""
 
     name: str
@@ -141,20 +141,20 @@ class LayerwiseOffload:
             )
         return streaming
 
-    def _checked(self, pipeline: Any, placed: ComponentPlacement) -> _Streamed:
+    def _checked(self, pipeline: Any, placed: ComponentPlacement) -> Streamed:
         module = resolve(pipeline, placed.component)
         paths = tuple(placed.streamed_blocks)
         check_blocks(placed.component, module, paths)
         weights = self._given.get(placed.component)
         if weights is not None:
             check_fits(placed.component, module, paths, weights)
-        return _Streamed(name=placed.component, module=module, paths=paths, weights=weights)
+        return Streamed(name=placed.component, module=module, paths=paths, weights=weights)
 
     def _start_ring(
-        self, streamed: Sequence[_Streamed], undo: ExitStack
+        self, streamed: Sequence[Streamed], undo: ExitStack
     ) -> tuple[BlockRing, set[int]]:
         """The ring, with hooks on; and the `id` of all tensors that pass through it."""
-        held = [self._on_host(one, undo) for one in streamed]
+        held = [self.on_host(one, undo) for one in streamed]
         self._lock_pages(held)
         slot_bytes = max((block.nbytes for _, _, blocks in held for block in blocks), default=0)
         locked = all(weights.is_page_locked for _, weights, _ in held)
@@ -174,9 +174,9 @@ class LayerwiseOffload:
         }
         return ring, kept
 
-    def _on_host(
-        self, one: _Streamed, undo: ExitStack
-    ) -> tuple[_Streamed, HostWeights, list[HostBlock]]:
+    def on_host(
+        self, one: Streamed, undo: ExitStack
+    ) -> tuple[Streamed, HostWeights, list[HostBlock]]:
         weights = one.weights
         if weights is None:
             origins = MovedTensors(self._device)
@@ -186,7 +186,7 @@ class LayerwiseOffload:
             undo.callback(weights.close)
         return one, weights, [weights.blocks[path] for path in one.paths]
 
-    def _lock_pages(self, held: Sequence[tuple[_Streamed, HostWeights, list[HostBlock]]]) -> None:
+    def _lock_pages(self, held: Sequence[tuple[Streamed, HostWeights, list[HostBlock]]]) -> None:
         left_bytes = self._placement.page_lock_limit_bytes
         for _, weights, _ in held:
             locked = weights.is_page_locked or weights.page_lock(

@@ -131,6 +131,11 @@ class BlockRing:
         for slot in self._slots:
             slot.holds = None
 
+    @property
+    def blocks(self) -> tuple[RingBlock, ...]:
+        """All that were added."""
+        return tuple(self._blocks)
+
     def counters(self) -> dict[str, int]:
         """Since the start: images copied, those of them that their block had to wait for, bytes."""
         return {

@@ -1,0 +1,93 @@
+"""Ranks in processes of their own, each with a late device, that talk over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from omnistage.config.resolved import ParallelConfig
+from omnistage.parallel.groups import ProcessGroups, open_process_groups
+from omnistage.parallel.rendezvous import Rendezvous
+from omnistage.parallel.topology import Topology
+from tests.memory.offload.fake_device import LatePlatform, late_device
+
+LIMIT_S = 60.0
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["tests.memory.offload.models", "diffusers.models.transformers"])
+
+
+@dataclass
+class Rank:
+    """What the work of a rank gets."""
+
+    groups: ProcessGroups
+    platform: LatePlatform
+
+    @property
+    def number(self) -> int:
+        return self.groups.rank
+
+
+def on_ranks(
+    work: Callable[..., Any],
+    *arguments: Any,
+    parallel: ParallelConfig | None = None,
+    deadline_s: float = 30.0,
+) -> list[Any]:
+    """Results of `work(rank, *arguments)` of each rank; the exception where it raised one, by type
+    and text; None where its process ended. A rank that is still at work after `LIMIT_S` is ended,
+    and fails the test."""
+    topology = Topology.of(parallel or ParallelConfig(data_parallel_size=2))
+    rendezvous = Rendezvous(LIMIT_S)
+    processes, ends = [], []
+    try:
+        for number in range(topology.world_size):
+            ours, theirs = _context.Pipe()
+            settings = (topology, number, rendezvous.address, deadline_s)
+            process = _context.Process(
+                target=_rank, args=(theirs, settings, work, arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(ours)
+        return [_received(end) for end in ends]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(LIMIT_S)
+        rendezvous.close()
+
+
+def _received(end: Connection) -> Any:
+    assert end.poll(LIMIT_S), "a rank hangs"
+    try:
+        result = end.recv()
+    except EOFError:
+        return None
+    return result
+
+
+def _rank(end: Connection, settings: Any, work: Callable[..., Any], arguments: Any) -> None:
+    with _joined(*settings) as rank:
+        try:
+            result = work(rank, *arguments)
+        except Exception as error:
+            traceback.print_exc()
+            result = (type(error).__name__, str(error), getattr(error, "detail", None))
+        end.send(result)
+
+
+@contextmanager
+def _joined(topology: Topology, number: int, address: str, deadline_s: float) -> Iterator[Rank]:
+    groups = open_process_groups(
+        topology, number, device="cpu", rendezvous=address, timeout_s=deadline_s
+    )
+    with late_device() as platform:
+        yield Rank(groups, platform)
+    groups.close()
