@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import shutil
 
 import pytest
 import torch
 
 from omnistage.contracts.errors import CheckpointError, StageLostError
+from omnistage.memory.checkpoint import DTYPE_NAMES, read_header
 from omnistage.memory.host import page_lock
 from omnistage.memory.host.direct import DirectWeights
 from omnistage.memory.host.layout import fill, host_views
@@ -65,6 +67,42 @@ def test_a_block_across_shards_is_one_copy_from_each(aligned_plans, blocks):
         assert path in blocks
     assert crossing
     weights.close()
+
+
+@pytest.mark.invariant("HOST-INV-006")
+def test_tensors_that_lie_apart_are_copied_apart(copied):
+    plan, file = copied
+    paths = ("transformer_blocks.0", "transformer_blocks.1")
+    expected = {name: tensor.clone() for name, tensor in materialize(plan).state_dict().items()}
+    names = sorted(read_header(file), key=lambda name: name.partition("blocks.")[2][2:])
+    write_in_order(file, names)
+    plan = plan_module(plan.cls, plan.folder)
+    weights = DirectWeights.open(plan, paths)
+    for path in paths:
+        block = weights.blocks[path]
+        assert len(block.pieces) == len(block.places) > 10
+        for name, view in host_views(block).items():
+            assert torch.equal(view, expected[name])
+    weights.close()
+
+
+def write_in_order(file, names):
+    """The same tensors, the data in the order of `names`."""
+    stored, data = read_header(file), file.read_bytes()
+    header, parts, end = {}, [], 0
+    spelled = {name: short for short, name in DTYPE_NAMES.items()}
+    for name in names:
+        one = stored[name]
+        parts.append(data[one.offset_bytes : one.offset_bytes + one.nbytes])
+        header[name] = {
+            "dtype": spelled[one.dtype],
+            "shape": one.shape,
+            "data_offsets": [end, end + one.nbytes],
+        }
+        end += one.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
 
 
 @pytest.mark.invariant("HOST-INV-006")

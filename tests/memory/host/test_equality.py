@@ -47,6 +47,10 @@ def check_block(block, state):
     gathered = torch.full((shard_bytes(block, count) * count,), 0xFF, dtype=torch.uint8)
     for index, share in enumerate(gathered.chunk(count)):
         fill(share, shard_of(block, index, count))
+    gaps = torch.ones(gathered.numel(), dtype=torch.bool)
+    for piece in block.pieces:
+        gaps[piece.offset_bytes :][: piece.source.numel()] = False
+    assert not gathered[gaps].any()
     for place in block.places:
         assert place.offset_bytes % ALIGNMENT_BYTES == 0
         assert place.offset_bytes + place.nbytes <= block.nbytes

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 
 import pytest
 import torch
 
 from omnistage.contracts.errors import CheckpointError, UnsupportedCombinationError
+from omnistage.memory.host.direct import DirectWeights
 from omnistage.memory.host.layout import BlockLayout, fill, host_views
 from omnistage.memory.host.mapping import AnonymousMemory
 from omnistage.memory.host.weight_plan import plan_host_weights
@@ -134,18 +134,43 @@ def test_a_tied_tensor_of_a_block_is_refused_whatever_the_backing():
 
 
 @pytest.mark.invariant("HOST-INV-008")
-def test_a_failure_while_loading_leaves_nothing_mapped(monkeypatch):
+@pytest.mark.parametrize("component", ["transformer", "vae"])
+def test_a_failure_while_loading_closes_what_was_opened(component, monkeypatch):
     plan, blocks = transformers_in()
-    file = plan.modules["transformer"].files[0]
-    module = plan.modules["vae"]
-    name = next(iter(module.sources))
+    module = plan.modules[component]
+    name = next(name for name in module.sources if not name.startswith(blocks["transformer"]))
     wrong = dataclasses.replace(module.sources[name], shape=(1, 2, 3))
     module = dataclasses.replace(module, sources={**module.sources, name: wrong})
-    plan = dataclasses.replace(plan, modules={**plan.modules, "vae": module})
-    before = maps_of(file).count("r--s")
+    plan = dataclasses.replace(plan, modules={**plan.modules, component: module})
+    opened, really_open = [], DirectWeights.open
+
+    def watched(*arguments):
+        opened.append(really_open(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(DirectWeights, "open", watched)
     with pytest.raises(CheckpointError, match="changed while"):
         load_pipeline(plan, placement=streaming(blocks))
-    gc.collect()
+    assert [[memory.is_closed for memory in weights.memories] for weights in opened] == [[True]]
+
+
+@pytest.mark.invariant("HOST-INV-008")
+def test_a_failure_before_loading_closes_what_was_opened():
+    """The second of two components that stream cannot."""
+    plan, _ = transformers_in("qwen_image")
+    blocks = blocks_of(plan, "qwen_image")
+    module = plan.modules["text_encoder"]
+    tied = dataclasses.replace(
+        next(iter(module.sources.values())),
+        kind=SourceKind.TIED,
+        tied_to=f"{blocks['text_encoder'][0]}.mlp.up_proj.weight",
+    )
+    module = dataclasses.replace(module, sources={**module.sources, "other": tied})
+    plan = dataclasses.replace(plan, modules={**plan.modules, "text_encoder": module})
+    file = plan.modules["transformer"].files[0]
+    before = maps_of(file).count("r--s")
+    with pytest.raises(UnsupportedCombinationError):
+        plan_host_weights(plan, streaming(blocks))
     assert maps_of(file).count("r--s") == before
 
 
