@@ -81,6 +81,7 @@ def test_what_no_prefix_matches_falls_through_to_default_or_is_left_alone():
         ({"method": 8}, "quantization_config.method is 8"),
         ({"method": "fp8", "compue": "fp8"}, "unknown key 'compue'; did you mean 'compute'"),
         ({"method": "fp8", "compute": "int4"}, "compute is 'int4'; allowed: auto, bf16, fp8"),
+        ({"method": "fp8", "modulation": "yes"}, "modulation is 'yes'; allowed: true, false"),
         ({"method": "fp8", "scale": "per_block"}, "allowed: per_row"),
         ({"method": "fp8", "quant_method": "fp8"}, "has both method and quant_method"),
         ({"method": "fp8", "ignored_layers": "img_mlp"}, "must list layers' names"),

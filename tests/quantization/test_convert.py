@@ -121,7 +121,8 @@ def test_without_weights_names_shapes_and_dtypes_come_out_the_same():
 
 @pytest.mark.invariant("QUANT-INV-005")
 def test_a_block_takes_little_more_than_half_the_bytes():
-    full, module = transformer(torch.bfloat16), converted(dtype=torch.bfloat16)
+    config = {"method": "fp8", "modulation": True}
+    full, module = transformer(torch.bfloat16), converted(config, torch.bfloat16)
     names = dict(block_layers(full))
     before = sum(layer.weight.nbytes for layer in names.values())
     weights = sum(layer.weight.nbytes for layer in quantized_layers(module).values())

@@ -68,7 +68,7 @@ def test_zeros_and_the_smallest_numbers_stay_finite():
 def test_rows_do_not_depend_on_how_many_are_taken_at_a_time(monkeypatch):
     weight = linear().weight
     whole = quantize_rows(weight)
-    monkeypatch.setattr("omnistage.quantization.fp8._CHUNK_ITEMS", 3 * 64)
+    monkeypatch.setattr("omnistage.quantization.fp8._CACHED_ITEMS", 3 * 64)
     for found, expected in zip(quantize_rows(weight), whole, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 

@@ -7,7 +7,13 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from omnistage.quantization.config import resolve_quantization
-from omnistage.quantization.layers import block_paths, is_denoiser, keeps_precision, select_layers
+from omnistage.quantization.layers import (
+    block_paths,
+    is_denoiser,
+    is_modulation,
+    keeps_precision,
+    select_layers,
+)
 
 
 def qwen_image():
@@ -129,10 +135,26 @@ def test_blocks_are_the_outermost_of_their_classes():
     assert block_paths(nn.Linear(2, 2)) == ()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["img_mod.1", "norm1.linear", "adaLN_modulation.0", "time_emb_proj", "patch_embed", "mlp.gate"],
-)
+@pytest.mark.invariant("QUANT-INV-006")
+def test_modulation_is_chosen_where_it_is_asked_for_and_computes_in_bf16():
+    module = qwen_image()
+    config = {"method": "fp8", "compute": "fp8", "modulation": True}
+    settings = select_layers(module, resolve_quantization(config), "transformer")
+    added = set(settings) - chosen(module)
+    assert added == {
+        f"transformer_blocks.{n}.{name}.1" for n in (0, 1) for name in ("img_mod", "txt_mod")
+    }
+    assert {settings[path].compute for path in added} == {"bf16"}
+    assert settings["transformer_blocks.0.attn.to_q"].compute == "fp8"
+
+
+@pytest.mark.parametrize("name", ["img_mod.1", "norm1.linear", "adaLN_modulation.0"])
+def test_names_of_modulation(name):
+    assert is_modulation(name)
+    assert not keeps_precision(name)
+
+
+@pytest.mark.parametrize("name", ["time_emb_proj", "patch_embed", "mlp.gate", "shared_gate"])
 def test_kept_names(name):
     assert keeps_precision(name)
 
@@ -142,3 +164,4 @@ def test_kept_names(name):
 )
 def test_quantized_names(name):
     assert not keeps_precision(name)
+    assert not is_modulation(name)

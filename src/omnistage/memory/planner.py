@@ -44,9 +44,8 @@ def plan_module(
     Loads nothing. `config` replaces the folder's `config.json`; `dtype` is one of `DTYPES`, where
     "auto" means float32 on the CPU and the checkpoint's own elsewhere. `allow_unexpected` leaves
     stored tensors that the model has no place for unused, as the libraries do; the plan lists
-    them. Checkpoints that store float8 are refused without
-    `quantization`, which says how they compute. Raises `CheckpointError`
-    naming the file or keys.
+    them. Checkpoints that store float8 are refused without `quantization`, which says how their
+    layers compute. Raises `CheckpointError` naming the file or keys.
     """
     if config is None:
         config = read_config(cls, folder, quantized=quantization is not None)

@@ -23,18 +23,20 @@ EVERYTHING = ""
 
 _METHOD_KEYS = ("method", "quant_method")
 _IGNORED_KEYS = ("ignored_layers", "modules_to_not_convert")
-OPTIONS = (*_METHOD_KEYS, "compute", "scale", *_IGNORED_KEYS)
+OPTIONS = (*_METHOD_KEYS, "compute", "scale", "modulation", *_IGNORED_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Settings:
     """`compute`: "bf16" dequantizes weights and multiplies in the input's dtype, "fp8" multiplies
     float8 by float8 (inputs are scaled by row as they come), "auto" is "fp8" where the device
-    does that itself. `ignored_layers` are parts of runtime names ("img_mlp")."""
+    does that itself. `modulation`: also the layers that modulate norms, which then always compute
+    "bf16". `ignored_layers` are parts of runtime names ("img_mlp")."""
 
     method: str = "fp8"
     compute: str = "auto"
     scale: str = "per_row"
+    modulation: bool = False
     ignored_layers: tuple[str, ...] = ()
 
     def ignores(self, name: str) -> bool:
@@ -126,6 +128,7 @@ def _settings(value: Any, where: str) -> Fp8Settings | None:
         method=method,
         compute=_choice(value.get("compute", "auto"), COMPUTE, f"{where}.compute"),
         scale=_choice(value.get("scale", "per_row"), SCALES, f"{where}.scale"),
+        modulation=_flag(value.get("modulation", False), f"{where}.modulation"),
         ignored_layers=_layers(_one_of(value, _IGNORED_KEYS, where, default=()), where),
     )
 
@@ -153,6 +156,12 @@ def _choice(value: Any, allowed: tuple[str, ...], where: str) -> str:
     if plain not in allowed:
         raise ConfigurationError(f"{where} is {value!r}; allowed: {', '.join(allowed)}")
     return str(plain)
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{where} is {value!r}; allowed: true, false")
+    return value
 
 
 def _layers(value: Any, where: str) -> tuple[str, ...]:

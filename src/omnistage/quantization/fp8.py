@@ -21,7 +21,10 @@ MULTIPLE = 16
 VERSION = 1
 """Of what `quantize_rows` computes; part of the keys of caches."""
 
-_CHUNK_ITEMS = 2**24
+_CACHED_ITEMS = 2**17
+"""How much is widened at a time for each thread of a CPU: what its cache holds (measured on one:
+four times as fast as whole layers)."""
+_DEVICE_ITEMS = 2**25
 
 
 @torch.no_grad()
@@ -33,7 +36,9 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     quantized = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
     scales = weight.new_empty((weight.shape[0], 1), dtype=torch.float32)
-    rows = max(1, _CHUNK_ITEMS // max(1, weight.shape[1]))
+    on_cpu = weight.device.type == "cpu"
+    items = _CACHED_ITEMS * torch.get_num_threads() if on_cpu else _DEVICE_ITEMS
+    rows = max(1, items // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         quantized[part], scales[part] = scaled_rows(weight[part])
@@ -45,7 +50,7 @@ def scaled_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.to(torch.float32)
     scale = wide.abs().amax(dim=-1, keepdim=True) / LARGEST
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return (wide / scale).clamp(-LARGEST, LARGEST).to(DTYPE), scale
+    return (wide / scale).clamp_(-LARGEST, LARGEST).to(DTYPE), scale
 
 
 class Fp8Linear(nn.Module):

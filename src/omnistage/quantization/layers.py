@@ -1,20 +1,23 @@
 """Which layers of a component are quantized: the linear ones inside its repeated blocks.
 
-Embeddings, projections into and out of the blocks, norms and modulation stay in full precision:
-they are small, and what errs there errs everywhere.
+Embeddings and projections into and out of the blocks stay in full precision: they are small, and
+what errs there errs everywhere. So does modulation, unless it is asked for: it errs everywhere too,
+but may be a third of a block's bytes (Qwen-Image).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torch import nn
 
 from omnistage.quantization.config import EVERYTHING, Fp8Settings, QuantizationPlan
 from omnistage.quantization.fp8 import Fp8Linear
 
-_KEPT_TOKEN = re.compile(r"norm\d*|mod|modulation|ada\w*|time|timestep|temb|embed\w*|router")
+_KEPT = re.compile(r"time|timestep|temb|embed\w*|router")
+_MODULATION = re.compile(r"norm\d*|mod|modulation|ada|adaln\w*")
 _DENOISER = re.compile(r"Transformer|UNet|DiT|ControlNet|Prior")
 _MODEL_BASES = {
     ("diffusers.models.modeling_utils", "ModelMixin"): "diffusers",
@@ -50,14 +53,18 @@ def select_layers(
         name = f"{component}.{path}"
         settings = plan.settings_of(name)
         unnamed = by_name_only and plan.prefix_of(name) == EVERYTHING
-        if type(layer) is nn.Linear and settings is not None and not unnamed:
+        if type(layer) is not nn.Linear or settings is None or unnamed:
+            continue
+        if not is_modulation(path):
             chosen[path] = settings
+        elif settings.modulation:
+            chosen[path] = replace(settings, compute="bf16")
     return chosen
 
 
 def block_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linear layers, quantized ones too, inside repeated blocks and not of a kind that is kept, by
-    every path they have."""
+    """Linear layers, quantized ones too, inside repeated blocks and not of a kind that is always
+    kept, by every path they have."""
     blocks = block_paths(module)
     precise = _kept_in_float32(module)
     for path, layer in module.named_modules(remove_duplicate=False):
@@ -82,11 +89,20 @@ def block_paths(module: nn.Module) -> tuple[str, ...]:
 
 
 def keeps_precision(inner: str) -> bool:
-    """By the name in its block: norms, modulation, what embeds, gates and routers."""
+    """By the name in its block: what embeds, gates and routers."""
     parts = inner.lower().split(".")
-    tokens = [token for part in parts for token in part.split("_")]
     gated = any(part == "gate" or part.endswith("_gate") for part in parts)
-    return gated or any(_KEPT_TOKEN.fullmatch(token) for token in tokens)
+    return gated or any(_KEPT.fullmatch(token) for token in _tokens(inner))
+
+
+def is_modulation(path: str) -> bool:
+    """Whether a linear layer makes shifts, scales and gates of a norm: it sees a row or two a
+    sample, and what errs there errs in every token."""
+    return any(_MODULATION.fullmatch(token) for token in _tokens(path))
+
+
+def _tokens(path: str) -> list[str]:
+    return [token for part in path.lower().split(".") for token in part.split("_")]
 
 
 def _kept_in_float32(module: nn.Module) -> set[str]:
