@@ -6,20 +6,15 @@ Pipelines declare nothing about it; their component names are a convention of th
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import ConfigurationError
+from omnistage.memory.offload.discovery import AUTOENCODER_NAMES, DENOISER_NAME
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from torch import nn
-
-_DENOISER = re.compile(
-    r"((\w+_)?(transformer|unet|dit)(_\d+)?)|prior|prior_prior|decoder|super_res_(first|last)"
-)
-_AUTOENCODERS = ("vae", "movq", "vqgan", "vqvae", "audio_vae")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +34,7 @@ def find_parts(pipeline: DiffusionPipeline) -> PipelineParts:
 
     components = pipeline.components
     modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    denoisers = {name: part for name, part in modules.items() if _DENOISER.fullmatch(name)}
+    denoisers = {name: part for name, part in modules.items() if DENOISER_NAME.fullmatch(name)}
     if not denoisers:
         raise ConfigurationError(
             f"{type(pipeline).__name__} has no component that is known as a denoiser; "
@@ -47,13 +42,13 @@ def find_parts(pipeline: DiffusionPipeline) -> PipelineParts:
         )
     decoders = {
         name: modules[name].decoder
-        for name in _AUTOENCODERS
+        for name in AUTOENCODER_NAMES
         if isinstance(getattr(modules.get(name), "decoder", None), nn.Module)
     }
     others = {
         name: part
         for name, part in modules.items()
-        if name not in denoisers and name not in _AUTOENCODERS
+        if name not in denoisers and name not in AUTOENCODER_NAMES
     }
     return PipelineParts(denoisers=denoisers, decoders=decoders, encoders=others)
 
@@ -66,6 +61,10 @@ def schedulers_of(pipeline: DiffusionPipeline) -> list[Any]:
 def autoencoder(pipeline: DiffusionPipeline) -> Any:
     """The picture autoencoder, or None."""
     return next(
-        (found for name in _AUTOENCODERS if (found := pipeline.components.get(name)) is not None),
+        (
+            found
+            for name in AUTOENCODER_NAMES
+            if (found := pipeline.components.get(name)) is not None
+        ),
         None,
     )

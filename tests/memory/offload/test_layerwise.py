@@ -230,6 +230,15 @@ def test_two_pipelines_live_side_by_side_and_each_has_one_owner(platform):
     other.disable()
 
 
+def test_a_pipeline_that_is_gone_is_let_go(platform):
+    module = built("qwen")
+    backend = make_backend(placed(module), {}, platform, "cpu")
+    backend.enable(Pipeline(transformer=module, vae=nn.Conv2d(1, 1, 1)))
+    backend.disable()
+    backend.enable(Pipeline(transformer=module))
+    backend.disable()
+
+
 def test_steady_passes_copy_every_streamed_block_once_and_in_time(platform):
     module = built("qwen")
     with offloaded(platform, Pipeline(transformer=module), placed(module, (0, 3))) as backend:

@@ -37,7 +37,8 @@ def claim(modules: Mapping[str, nn.Module], strategy: str) -> Callable[[], None]
     def give_back() -> None:
         with _owners_lock:
             for reference in claimed:
-                _owners.pop(reference(), None)
+                if (module := reference()) is not None:
+                    _owners.pop(module, None)
 
     return give_back
 
