@@ -149,14 +149,28 @@ def test_a_kernel_that_errs_more_is_not_used(monkeypatch) -> None:
         return F.gelu(F.linear(x.float(), weight.float(), bias.float())).to(x.dtype) + 0.01
 
     monkeypatch.setattr(fused_layers, "linear_gelu_tanh", other_form)
-    assert not is_as_exact(layer().proj)
+    assert not is_as_exact(torch.Size((128, 64)), torch.bfloat16, "cpu")
     fused = FusedLayers("cpu")
     module = nn.Sequential(layer())
     fused.install(module)
     assert len(fused) == 0
     assert type(module[0]) is GELU
     monkeypatch.setattr(fused_layers, "linear_gelu_tanh", exact)
-    assert is_as_exact(layer().proj)
+    assert is_as_exact(torch.Size((128, 64)), torch.bfloat16, "cpu")
+
+
+def test_layers_whose_weights_wait_on_the_host_are_replaced(kernel) -> None:
+    module = nn.Sequential(layer())
+    waiting = FusedLayers("cuda", device="cuda:0", weights_move=True)
+    assert waiting._weights_move
+    fused = FusedLayers("cpu", weights_move=True)
+    module.to("meta")
+    fused.install(module)
+    assert len(fused) == 1
+    assert kernel == [(256, 64)], "tried with weights of its own"
+    still = FusedLayers("cpu")
+    still.install(nn.Sequential(layer()).to("meta"))
+    assert len(still) == 0
 
 
 @pytest.mark.gpu
@@ -167,7 +181,7 @@ def test_the_kernel_of_the_card_errs_no_more(dtype: torch.dtype, compiled: bool)
     torch.manual_seed(0)
     original = GELU(3072, 12288, approximate="tanh").cuda().to(dtype)
     assert is_fusable(original)
-    assert is_as_exact(original.proj)
+    assert is_as_exact(original.proj.weight.shape, dtype, "cuda")
     x = torch.randn(2, 300, 3072, device="cuda", dtype=dtype)
     run = torch.compile(FusedGELU(original)) if compiled else FusedGELU(original)
     with torch.no_grad():

@@ -29,11 +29,12 @@ class DenoiserSettings:
     `compile` works by blocks. `graphs` replays captured graphs for calls of up to
     `graph_max_tokens` (batch x sequence, text included: at more, launching kernels is not what
     takes the time), from the `captured_at_use`-th call of equal shapes and text lengths on, at most
-    `max_graphs` of them held. `coordinate_descent` lets the compiler tune
-    its kernels longer. `static_shapes`: how many shapes, the first to come, get kernels of exactly
-    that shape, which help only where shapes repeat to the length of the prompt. `fuse`
-    replaces layers by fused ones. `backend` compiles: a name or callable that `torch.compile`
-    takes; only with one that is not the default are devices other than CUDA compiled for.
+    `max_graphs` of them held. `coordinate_descent` lets the compiler tune its kernels longer.
+    `static_shapes`: how many shapes, the first to come, get kernels of exactly that shape, which
+    help only where shapes repeat to the length of the prompt. `fuse` replaces layers by fused ones.
+    `weights_move`: weights may be on the host now. `backend` compiles: a name or callable that
+    `torch.compile` takes; only with one that is not the default are devices other than CUDA
+    compiled for.
     """
 
     compile: bool = True
@@ -44,6 +45,7 @@ class DenoiserSettings:
     coordinate_descent: bool = False
     static_shapes: int = 0
     fuse: bool = True
+    weights_move: bool = False
     backend: str | Callable[..., Any] | None = None
 
 
@@ -138,7 +140,7 @@ class Denoiser:
 
         settings = self._settings
         if settings.fuse:
-            self._fused = FusedLayers()
+            self._fused = FusedLayers(device=self._device, weights_move=settings.weights_move)
             self._fused.install(self.module)
         if settings.compile:
             if (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omnistage.attention.registry import apply_backend, select_backend
@@ -21,6 +20,13 @@ from omnistage.diffusion.arguments import RUNTIME_PARAMETERS
 from omnistage.diffusion.components import find_parts
 from omnistage.diffusion.failures import classify
 from omnistage.diffusion.fast_path import FastPath
+from omnistage.diffusion.loading import (
+    LoadedStage,
+    denoisers_move,
+    describe_for_metadata,
+    explained_shortage,
+    load_stage,
+)
 from omnistage.diffusion.options import DiffusionOptions, runs_steps
 from omnistage.diffusion.overrides import set_autoencoder_feature
 from omnistage.diffusion.request_runner import RequestRunner
@@ -31,9 +37,8 @@ from omnistage.diffusion.step_setup import make_step_runner
 from omnistage.diffusion.variants import PipelineVariants
 from omnistage.diffusion.wave_runner import WaveRunner
 from omnistage.diffusion.waves import WaveRules
-from omnistage.memory.budget import MemoryBudget
-from omnistage.memory.offload.factory import resolve_offload
-from omnistage.memory.pipeline_loader import load_pipeline, plan_pipeline
+from omnistage.memory.offload.base import OffloadBackend
+from omnistage.memory.offload.execution_device import declare_execution_device
 from omnistage.parallel.groups import ProcessGroups, open_process_groups
 from omnistage.parallel.sequence import share_sequences
 from omnistage.parallel.topology import Topology
@@ -65,7 +70,8 @@ class DiffusionExecutor:
         self._options = options
         self._device = stage.devices[rank]
         self._platform = platform_of(self._device)
-        self._offload = resolve_offload(stage.offload)
+        self._offload: OffloadBackend | None = None
+        self._undeclare: Callable[[], None] = lambda: None
         self._fast_path: FastPath | None = None
         self._variants: PipelineVariants | None = None
         self._requests: RequestRunner | None = None
@@ -81,40 +87,28 @@ class DiffusionExecutor:
         stage = self._stage
         self._groups = self._open_groups()
         backend = select_backend(self._device, self._options.attention_backend)
-        plan = plan_pipeline(
-            Path(stage.model_path),
-            dtype=stage.dtype,
-            device=self._device,
-            budget=MemoryBudget.of(stage.memory_budget_gib, self._device),
-        )
-        pipeline = load_pipeline(plan, report).pipeline
+        loaded = load_stage(stage, self._device, self._platform, report, self._groups)
+        pipeline, self._offload = loaded.pipeline, loaded.offload
         pipeline.set_progress_bar_config(disable=True)
         for denoiser in find_parts(pipeline).denoisers.values():
             apply_backend(denoiser, backend)
         self._share_sequences(pipeline)
         self._check_defaults(pipeline)
         self._set_autoencoder_features(pipeline)
-        self._offload.enable(pipeline)
         self._variants = PipelineVariants(pipeline, self._options)
-        self._fast_path = FastPath(
-            replace(
-                stage, enforce_eager=stage.enforce_eager or self._topology.size("sequence") > 1
-            ),
-            self._options,
-            self._platform,
-            self._device,
-        )
-        self._fast_path.install(pipeline)
-        self._make_runners(pipeline)
-        self._fast_path.warm_up(self._steps, self._requests, report)
+        with explained_shortage(self._device, loaded.placement):
+            fast_path = self._make_ready(loaded)
+            fast_path.warm_up(self._steps, self._requests, report)
         return {
             "pipeline_class": type(pipeline).__name__,
             "device": self._device,
-            "dtype": plan.dtype,
+            "dtype": loaded.plan.dtype,
             "attention_backend": backend.name,
-            "weight_bytes": plan.total_bytes,
+            "weight_bytes": loaded.plan.total_bytes,
+            "placement": describe_for_metadata(loaded.placement),
+            "offload": self._offload.describe(),
             "execution": "steps" if self._steps is not None else "requests",
-            "denoiser": self._fast_path.describe(),
+            "denoiser": fast_path.describe(),
             "components": {
                 name: type(part).__name__
                 for name, part in pipeline.components.items()
@@ -145,12 +139,32 @@ class DiffusionExecutor:
             self._steps.close()
         if self._fast_path is not None:
             self._fast_path.close()
-        self._offload.disable()
+        self._undeclare()
+        if self._offload is not None:
+            self._offload.disable()
         self._variants = self._requests = self._steps = self._fast_path = self._waves = None
         self._unshare()
         if self._groups is not None:
             self._groups.close()
         self._platform.empty_cache(self._device)
+
+    def _make_ready(self, loaded: LoadedStage) -> FastPath:
+        """Layers are fused where the loader left their weights; blocks are compiled by the first
+        call, with the offload's hooks outside."""
+        pipeline = loaded.pipeline
+        eager = self._stage.enforce_eager or self._topology.size("sequence") > 1
+        fast_path = self._fast_path = FastPath(
+            replace(self._stage, enforce_eager=eager),
+            self._options,
+            self._platform,
+            self._device,
+            weights_move=denoisers_move(loaded.placement, find_parts(pipeline).denoisers),
+        )
+        fast_path.install(pipeline)
+        loaded.offload.enable(pipeline)
+        self._undeclare = declare_execution_device(pipeline, self._device)
+        self._make_runners(pipeline)
+        return fast_path
 
     def _make_runners(self, pipeline: DiffusionPipeline) -> None:
         assert self._variants is not None

@@ -31,8 +31,16 @@ class FastPath:
     """The family of the loaded pipeline, its denoiser, and how to undo what they changed."""
 
     def __init__(
-        self, stage: ResolvedStage, options: DiffusionOptions, platform: Platform, device: str
+        self,
+        stage: ResolvedStage,
+        options: DiffusionOptions,
+        platform: Platform,
+        device: str,
+        *,
+        weights_move: bool = False,
     ) -> None:
+        """With `weights_move` the denoiser's weights are not all on the device, and not always."""
+        self._weights_move = weights_move
         self._stage = stage
         self._options = options
         self._platform = platform
@@ -52,7 +60,8 @@ class FastPath:
         if not self._on_gpu:
             self._undo.append(channels_last(pipeline))
         settings = DenoiserSettings(
-            graphs=self._options.graph_max_tokens > 0,
+            graphs=self._options.graph_max_tokens > 0 and not self._weights_move,
+            weights_move=self._weights_move,
             graph_max_tokens=max(1, self._options.graph_max_tokens),
             max_graphs=self._options.max_graphs,
             coordinate_descent=self._options.coordinate_descent,

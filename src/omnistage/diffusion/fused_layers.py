@@ -48,10 +48,18 @@ def linear_gelu_tanh(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
 
 
 class FusedLayers:
-    """What was replaced in one module; `close` puts the originals back."""
+    """What was replaced in one module; `close` puts the originals back.
 
-    def __init__(self, device_type: str = "cuda") -> None:
+    Layers run on `device`, where fused ones are for `device_type`; with `weights_move`, wherever
+    their weights are now.
+    """
+
+    def __init__(
+        self, device_type: str = "cuda", *, device: str | None = None, weights_move: bool = False
+    ) -> None:
         self._device_type = device_type
+        self._device = device or device_type
+        self._weights_move = weights_move and torch.device(self._device).type == device_type
         self._replaced: list[tuple[nn.Module, str, GELU, FusedGELU]] = []
 
     def __len__(self) -> int:
@@ -62,11 +70,11 @@ class FusedLayers:
         trusted: dict[tuple[Any, ...], bool] = {}
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if not is_fusable(child, self._device_type):
+                if not is_fusable(child, None if self._weights_move else self._device_type):
                     continue
                 kind = (child.proj.weight.shape, child.proj.weight.dtype)
                 if kind not in trusted:
-                    trusted[kind] = is_as_exact(child.proj)
+                    trusted[kind] = is_as_exact(*kind, self._device)
                 if trusted[kind]:
                     fused = FusedGELU(child, self._device_type)
                     setattr(parent, name, fused)
@@ -81,16 +89,16 @@ class FusedLayers:
         self._replaced.clear()
 
 
-def is_fusable(layer: nn.Module, device_type: str = "cuda") -> bool:
+def is_fusable(layer: nn.Module, device_type: str | None = "cuda") -> bool:
     """Whether it is diffusers' `GELU` in its tanh form over a plain half-precision linear layer
-    with a bias on such a device, and nobody hooked into either."""
+    with a bias on such a device (None: on any), and nobody hooked into either."""
     if type(layer) is not GELU or layer.approximate != "tanh":
         return False
     proj = layer.proj
     return (
         type(proj) is nn.Linear
         and proj.bias is not None
-        and proj.weight.device.type == device_type
+        and device_type in (None, proj.weight.device.type)
         and proj.weight.dtype in _HALF
         and proj.bias.dtype == proj.weight.dtype
         and not _is_hooked(layer)
@@ -99,12 +107,18 @@ def is_fusable(layer: nn.Module, device_type: str = "cuda") -> bool:
 
 
 @torch.no_grad()
-def is_as_exact(proj: nn.Linear) -> bool:
+def is_as_exact(shape: torch.Size, dtype: torch.dtype, device: str) -> bool:
     """Whether the fused kernel errs no more (root mean square) than the separate ones against
-    float32, on random input of unit variance."""
-    weight, bias = proj.weight, proj.bias
-    x = torch.randn(_PROBED_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    x = x.to(weight)
+    float32, on random input of unit variance and random weights of `shape` (outputs, inputs) that
+    keep it: a layer's own may be on the host."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, device=device)
+
+    weight = (draw(*shape) * shape[1] ** -0.5).to(dtype)
+    bias = (draw(shape[0]) * 0.1).to(dtype)
+    x = draw(_PROBED_ROWS, shape[1]).to(dtype)
     exact = F.gelu(F.linear(x.float(), weight.float(), bias.float()), approximate="tanh")
     separate = F.gelu(F.linear(x, weight, bias), approximate="tanh")
     fused = linear_gelu_tanh(x, weight, bias)

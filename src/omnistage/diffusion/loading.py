@@ -1,0 +1,122 @@
+"""From a stage's settings to its loaded pipeline and the backend that will move its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omnistage.contracts.errors import ConfigurationError
+from omnistage.contracts.runtime import LoadReporter
+from omnistage.diffusion.offloading import placement_of
+from omnistage.memory.budget import MemoryBudget
+from omnistage.memory.offload.base import OffloadBackend
+from omnistage.memory.offload.factory import make_backend
+from omnistage.memory.offload.host import HostBacking
+from omnistage.memory.pipeline_loader import PipelinePlan, load_pipeline, plan_pipeline
+from omnistage.memory.placement import Placement
+from omnistage.observability.logging import get_logger
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+    from omnistage.config.resolved import ResolvedStage
+    from omnistage.memory.host.seams import WeightCache
+    from omnistage.parallel.groups import ProcessGroups
+    from omnistage.platforms.base import Platform
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedStage:
+    """`offload` owns the host weights; until it is enabled, streamed and swapped weights are on the
+    host. `reasons` say for people what is where, and why."""
+
+    pipeline: DiffusionPipeline
+    plan: PipelinePlan
+    placement: Placement
+    offload: OffloadBackend
+    reasons: tuple[str, ...]
+
+
+def load_stage(
+    stage: ResolvedStage,
+    device: str,
+    platform: Platform,
+    report: LoadReporter,
+    groups: ProcessGroups | None = None,
+) -> LoadedStage:
+    """Plan, place, load. Raises what these raise; then nothing stays open."""
+    plan = plan_pipeline(Path(stage.model_path), dtype=stage.dtype, device=device)
+    placement = placement_of(stage, plan)
+    if placement.strategy == "none":
+        budget = MemoryBudget.of(stage.memory_budget_gib, device)
+        budget.check(plan.bytes_by_device, what=plan.pipeline_class.__name__)
+    with explained_shortage(device, placement):
+        loaded = load_pipeline(plan, report, placement, cache=_cache(stage, placement))
+    reasons = (*placement.reasons, *loaded.reasons)
+    try:
+        offload = make_backend(placement, loaded.host_weights, platform, device, groups)
+    except BaseException:
+        loaded.close()
+        raise
+    for line in reasons:
+        logger.info("stage %d (%s): %s", stage.stage_id, stage.name, line)
+    return LoadedStage(
+        pipeline=loaded.pipeline, plan=plan, placement=placement, offload=offload, reasons=reasons
+    )
+
+
+@contextmanager
+def explained_shortage(device: str, placement: Placement) -> Iterator[None]:
+    """A device that is too small is said in words of what to do."""
+    import torch
+
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError as error:
+        what = str(error).split(".", 1)[0]
+    finer = {"none": "model or layerwise", "model": "layerwise"}.get(placement.strategy)
+    change = f"use --offload {finer}" if finer else "keep fewer blocks on the device"
+    raise ConfigurationError(
+        f"{device} has no room for this pipeline with offload {placement.strategy!r} ({what}); "
+        f"{change}, a smaller dtype, or stop what else uses the device"
+    )
+
+
+def describe_for_metadata(placement: Placement) -> dict[str, Any]:
+    """Plain values: by component where its weights are, and how many bytes."""
+    return {
+        "strategy": placement.strategy,
+        "backing": str(placement.backing),
+        "components": {
+            name: {
+                "residency": str(one.residency),
+                "weight_bytes": one.weight_bytes,
+                "streamed_blocks": len(one.streamed_blocks),
+                "streamed_bytes": one.streamed_bytes,
+            }
+            for name, one in placement.components.items()
+        },
+    }
+
+
+def denoisers_move(placement: Placement, denoisers: Mapping[str, Any]) -> bool:
+    """Whether weights of any of these components come and go."""
+    placed = [placement.of(name) for name in denoisers]
+    return any(one is not None and one.residency != "resident" for one in placed)
+
+
+def _cache(stage: ResolvedStage, placement: Placement) -> WeightCache | None:
+    """None where it is off, and where the checkpoint's own files serve as well ("auto")."""
+    if stage.dlo_runtime_cache == "off" or not placement.streams:
+        return None
+    if stage.dlo_runtime_cache == "auto" and placement.backing is HostBacking.PRIVATE:
+        return None
+    from omnistage.memory.cache.runtime import RuntimeCache
+
+    return RuntimeCache.at(stage.weight_cache_dir, limit_gib=stage.weight_cache_limit_gib)
