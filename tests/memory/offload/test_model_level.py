@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
+from omnistage.diffusion.compilation import CompiledBlocks
 from omnistage.memory.offload.entries import entry_points
 from omnistage.memory.offload.factory import make_backend
 from omnistage.memory.offload.model_level import DelegatesOffload, ModelLevelOffload
 from omnistage.memory.placement import ComponentPlacement, Placement, Residency
 from tests.memory.offload.models import Pipeline, built, run
+from tests.memory.offload.test_adapters import add_adapter
 
 
 def text_encoder(seed: int = 3) -> nn.Module:
@@ -230,6 +232,42 @@ def test_after_a_failed_arrival_the_next_call_is_right(platform, at):
         with pytest.raises(torch.OutOfMemoryError):
             generate(parts)
         assert torch.equal(generate(parts), expected)
+
+
+@pytest.mark.parametrize("backend_name", ["eager", "aot_eager"])
+def test_compiled_blocks_keep_their_kernels(platform, backend_name):
+    parts = pipeline()
+    compiled = CompiledBlocks(parts.transformer, backend=backend_name)
+    compiled.install()
+    expected = generate(parts)
+    variants = compiled.compilations()
+    with offloaded(platform, parts):
+        for _ in range(2):
+            assert torch.equal(generate(parts), expected)
+        assert compiled.compilations() == variants
+    compiled.close()
+
+
+@pytest.mark.parametrize("while_there", [True, False])
+def test_adapters_come_and_stay(platform, while_there):
+    reference, parts = pipeline(), pipeline()
+    plain = generate(parts)
+    add_adapter(reference.transformer)
+    expected = generate(reference)
+    assert not torch.equal(plain, expected)
+    with offloaded(platform, parts) as backend:
+        if while_there:
+            run(parts.transformer, "qwen")
+        add_adapter(parts.transformer)
+        assert torch.equal(generate(parts), expected)
+        assert torch.equal(generate(parts), expected)
+        if while_there:
+            run(parts.transformer, "qwen")
+        reference.transformer.fuse_lora()
+        parts.transformer.fuse_lora()
+        backend.refresh()
+        assert torch.equal(generate(parts), generate(reference))
+        assert torch.equal(generate(parts), generate(reference))
 
 
 def test_what_cannot_be_served_is_refused_untouched(platform):

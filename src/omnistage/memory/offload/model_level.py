@@ -122,6 +122,15 @@ class ModelLevelOffload:
         if undo is not None:
             undo.close()
 
+    def refresh(self) -> None:
+        """Weights were written to where they are now (adapters fused): the host gets them too."""
+        assert self._undo is not None, "not enabled"
+        self._platform.synchronize(self._device)
+        for one in self._swapped:
+            for piece in one.block.pieces if one.image is not None else ():
+                stop = piece.offset_bytes + piece.source.numel()
+                piece.source.copy_(one.image[piece.offset_bytes : stop])
+
     def describe(self) -> dict[str, Any]:
         """Besides: "components" by name (bytes, and whether it is a denoiser), "page_locked",
         "delegated" where the pipeline moves its own parts, and how often and how much was
