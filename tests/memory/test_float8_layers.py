@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omnistage.contracts.errors import CheckpointError, UnsupportedCombinationError
-from omnistage.memory.float8_layers import QuantizationRequest
+from omnistage.memory.float8_layers import QuantizationRequest, converted_bytes
 from omnistage.memory.host.preflight import directly_mappable
 from omnistage.memory.materialize import materialize
 from omnistage.memory.pipeline_plan import plan_pipeline
 from omnistage.memory.plan import SourceKind
 from omnistage.memory.planner import plan_module
+from omnistage.memory.renaming import rename
 from omnistage.quantization.config import resolve_quantization
 from omnistage.quantization.convert import convert_module, make_transforms, quantized_layers
 from tests.checkpoints.store import checkpoint
@@ -94,6 +95,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, metadata):
     same(loaded, module)
     layers = quantized_layers(loaded)
     assert set(layers) == set(quantized_layers(module))
+    assert f"stored in float8, with scales: {len(layers)} weights" in plan.describe()
     for path in layers:
         sources = [plan.sources[f"{path}.{leaf}"] for leaf in ("weight", "weight_scale")]
         assert [source.dtype for source in sources] == ["float8_e4m3fn", "float32"]
@@ -239,3 +241,61 @@ def test_a_pipeline_with_a_quantized_transformer_is_planned_and_the_rest_is_not_
     plan = plan_pipeline(folder, dtype="bfloat16")
     same(materialize(plan.modules["transformer"]), module)
     assert not quantized_layers(plan.modules["text_encoder"].skeleton.look())
+
+
+@pytest.mark.parametrize("component", ["transformer", "text_encoder"])
+def test_bytes_after_conversion_are_known_before_anything_is_read(component):
+    plan = plan_pipeline(checkpoint("qwen_image"), dtype="bfloat16").modules[component]
+    quantization = resolve_quantization({component: "fp8"})
+    modules = {component: plan.skeleton.look()}
+    transform = make_transforms(quantization, modules, device="cpu", float8=False)[component]
+    planned = converted_bytes(plan, transform)
+    loaded = materialize(plan, transform=transform)
+    assert quantized_layers(loaded)
+    tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
+    assert planned == {name: tensor.nbytes for name, tensor in tensors}
+    assert sum(planned.values()) < plan.total_bytes
+
+
+@pytest.mark.invariant("QUANT-INV-001")
+def test_an_encoder_of_transformers_is_read_under_its_own_names(tmp_path):
+    """Its checkpoint spells names otherwise than its module; both have the same float8 layers."""
+    from transformers import Qwen2_5_VLForConditionalGeneration as Encoder
+
+    source = checkpoint("qwen_image") / "text_encoder"
+    quantization = resolve_quantization({"text_encoder": "fp8"})
+    module = materialize(plan_module(Encoder, source, component="text_encoder", dtype="bfloat16"))
+    convert_module(module, quantization, "text_encoder")
+    layers = quantized_layers(module)
+    assert any(".language_model.layers." in path for path in layers)
+    names = {
+        name: key
+        for key, name in rename(
+            module, load_file(source / "model.safetensors"), sharded=False
+        ).names.items()
+    }
+    shutil.copytree(source, tmp_path / "e")
+    tensors = {
+        stored_key(name, names): tensor.contiguous()
+        for name, tensor in module.state_dict().items()
+        if name not in module.all_tied_weights_keys
+    }
+    assert set(tensors) != set(module.state_dict()), "the library renames"
+    save_file(tensors, tmp_path / "e" / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "e" / "config.json").write_text(json.dumps(config))
+    request = QuantizationRequest(plan=resolve_quantization(None))
+    plan = plan_module(
+        Encoder,
+        tmp_path / "e",
+        component="text_encoder",
+        dtype="bfloat16",
+        quantization=request,
+    )
+    same(materialize(plan), module)
+
+
+def stored_key(name, names):
+    stem = name.removesuffix("_scale")
+    return names[stem] + name.removeprefix(stem)

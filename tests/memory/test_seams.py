@@ -55,8 +55,9 @@ def test_an_unknown_strategy_names_the_nearest():
 def test_modules_are_importable_without_torch():
     code = """
 import sys, pkgutil, importlib
-importlib.import_module("omnistage.attention.registry")  # its kernels are torch's: not the others
-for package in ("memory", "parallel", "quantization"):
+for name in ("attention.registry", "quantization.config"):  # kernels and layers are torch's
+    importlib.import_module(f"omnistage.{name}")
+for package in ("memory", "parallel"):
     found = importlib.import_module(f"omnistage.{package}")
     for module in pkgutil.iter_modules(found.__path__, f"omnistage.{package}."):
         importlib.import_module(module.name)

@@ -156,6 +156,9 @@ class LoadPlan:
                 f"  converted while loading: {parts} stored tensors to "
                 f"{kinds[SourceKind.CONVERTED]}"
             )
+        float8 = sum(source.dtype == "float8_e4m3fn" for source in self.sources.values())
+        if float8:
+            lines.append(f"  stored in float8, with scales: {float8} weights")
         casts = self._casts()
         if casts:
             lines.append(f"  cast while loading: {', '.join(casts)}")
