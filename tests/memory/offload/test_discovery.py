@@ -93,6 +93,40 @@ def test_declarations_win():
     assert streamable_blocks(module, "transformer") == ["tail"]
 
 
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Bilinear(2, 2, 2)
+
+
+class Levels(nn.Module):
+    """Blocks in wrappers, and lists of lists, as HiDream and Stable Cascade have them."""
+
+    _no_split_modules = ("Bilinear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_stream = nn.ModuleList(Wrapper() for _ in range(2))
+
+
+class Cascade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_blocks = nn.ModuleList(
+            nn.ModuleList([nn.Linear(2, 2), nn.SiLU(), nn.Linear(2, 2)]) for _ in range(2)
+        )
+        self.up_blocks = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)])])
+
+
+@pytest.mark.invariant("OFFLOAD-INV-008")
+def test_every_block_is_something_that_is_called():
+    assert streamable_blocks(Levels()) == paths(double_stream=2)
+    assert streamable_blocks(Cascade()) == [
+        *("down_blocks.0.0", "down_blocks.0.2", "down_blocks.1.0", "down_blocks.1.2"),
+        "up_blocks.0.0",
+    ]
+
+
 def test_a_wrong_declaration_is_an_error():
     plan = OffloadPlan(block_attrs={"transformer": ("layers",)})
     with pytest.raises(ConfigurationError, match=r"no blocks at 'layers'.*its modules are: blocks"):

@@ -22,8 +22,8 @@ DENOISER_NAME = re.compile(
     r"((\w+_)?(transformer|unet|dit)(_\d+)?)|prior|prior_prior|decoder|super_res_(first|last)"
 )
 AUTOENCODER_NAMES = ("vae", "movq", "vqgan", "vqvae", "audio_vae")
-BLOCK_LIST_NAMES = ("layers", "block", "blocks", "layer", "h", "resblocks")
-"""How encoders name their lists of blocks where they say nothing of them."""
+BLOCK_LIST_NAME = re.compile(r"(\w+_)?(blocks?|layers?)|resblocks|h")
+"""How modules name their lists of blocks where they say nothing else of them."""
 
 FALLBACK_NAMES = ("language_model", "model")
 """Denoisers of pipelines that have no `components`."""
@@ -124,8 +124,8 @@ def streamable_blocks(
     disjoint, each with weights of its own. Empty where none is known.
 
     Sources, the first that says something: `plan`; the module's `_layerwise_offload_blocks_attrs`;
-    the three parts of a UNet; the classes in `_no_split_modules` and `_repeated_blocks`; lists
-    named as encoders name theirs. Raises `ConfigurationError` for a declared path that is wrong.
+    the three parts of a UNet; the classes in `_no_split_modules` and `_repeated_blocks`; lists that
+    are named as lists of blocks are. Raises `ConfigurationError` for a declared path that is wrong.
     """
     paths = _declared_blocks(module, component, plan)
     if paths is None:
@@ -189,17 +189,24 @@ def _blocks_by_class(module: nn.Module) -> list[str]:
         names.update(getattr(owner, "_no_split_modules", None) or ())
     return [
         f"{path}.{name}"
-        for path, blocks in _outermost_lists(module, lambda entry: type(entry).__name__ in names)
+        for path, blocks in _outermost_lists(module, lambda entry: _is_one(entry, names))
         for name, entry in blocks.named_children()
-        if type(entry).__name__ in names
+        if _is_one(entry, names)
     ]
+
+
+def _is_one(entry: nn.Module, names: set[str]) -> bool:
+    """Whether it is a block of these classes, or a wrapper of exactly one."""
+    if type(entry).__name__ in names:
+        return True
+    return sum(type(part).__name__ in names for part in entry.modules()) == 1
 
 
 def _blocks_by_name(module: nn.Module) -> list[str]:
     return [
         f"{path}.{name}"
         for path, blocks in _outermost_lists(module, lambda entry: True)
-        if path.rpartition(".")[2] in BLOCK_LIST_NAMES and len(blocks) > 1
+        if BLOCK_LIST_NAME.fullmatch(path.rpartition(".")[2]) and len(blocks) > 1
         for name, _ in blocks.named_children()
     ]
 
@@ -217,15 +224,18 @@ def _outermost_lists(module: nn.Module, holds: Any) -> Iterator[tuple[str, nn.Mo
 
 
 def _with_weights(module: nn.Module, paths: list[str]) -> list[str]:
+    """Those that own weights; for a list, which nobody calls, its entries."""
     from torch import nn
 
-    empty = (nn.Identity,)
-    return [
-        path
-        for path in dict.fromkeys(paths)
-        if not isinstance(block := module.get_submodule(path), empty)
-        and any(True for _ in block.parameters())
-    ]
+    found: list[str] = []
+    for path in dict.fromkeys(paths):
+        block = module.get_submodule(path)
+        if isinstance(block, nn.ModuleList):
+            inner = [f"{path}.{name}" for name, _ in block.named_children()]
+            found += _with_weights(module, inner)
+        elif any(True for _ in block.parameters()):
+            found.append(path)
+    return found
 
 
 def _is_at_or_below(path: str, roots: tuple[str, ...]) -> bool:
