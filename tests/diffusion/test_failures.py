@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from omnistage.config.resolved import ParallelConfig
 from omnistage.contracts.errors import (
     InternalError,
     InvalidRequestError,
@@ -172,11 +173,21 @@ def test_control_calls_are_refused_by_name(qwen):
         qwen.executor.control("reset", {})
 
 
-def test_more_than_one_rank_is_refused():
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": ParallelConfig(rank_parallel_size=2)}, "divides no work by itself"),
+        (
+            {"parallel": ParallelConfig(data_parallel_size=2), "step_execution": True},
+            "step_execution on 2 ranks is not there yet",
+        ),
+    ],
+)
+def test_ranks_that_a_stage_cannot_use_are_refused(changes, message):
     from omnistage.diffusion.runtime import DiffusionRuntime
 
-    with pytest.raises(UnsupportedCombinationError, match="2 ranks"):
-        DiffusionRuntime.executor(diffusion_stage("/nowhere"), 0, 2)
+    with pytest.raises(UnsupportedCombinationError, match=message):
+        DiffusionRuntime.scheduler(diffusion_stage("/nowhere", **changes))
 
 
 def test_close_frees_the_model_and_may_be_repeated():

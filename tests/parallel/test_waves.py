@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from omnistage.config.resolved import ParallelConfig
+from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.payloads import StageData
 from omnistage.contracts.tensors import host_tensor
 from tests.checkpoints import checkpoint
 from tests.diffusion.driver import Driver, diffusion_request, diffusion_stage
@@ -17,14 +19,14 @@ FAMILY = "flux"
 
 def two_ranks(**changes):
     parallel = changes.pop("parallel", ParallelConfig(data_parallel_size=2))
-    changes.setdefault("request_batch_max_wait_ms", 5000.0)  # A full wave waits for nothing.
+    changes.setdefault("request_batch_max_wait_ms", 1000.0)  # A full wave waits for nothing.
     return diffusion_stage(checkpoint(FAMILY), parallel=parallel, devices=("cpu",) * 2, **changes)
 
 
 @pytest.fixture(scope="module")
 def alone():
     driver = Driver(checkpoint(FAMILY))
-    return lambda prompt, **params: driver.run(diffusion_request(prompt, **params))
+    return lambda prompt, **params: pixels(driver.run(diffusion_request(prompt, **params)))
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +45,69 @@ def test_two_requests_of_one_wave_equal_one_process(bench, alone):
         "a": ("a red cat", {"seed": 1, "num_inference_steps": 2}),
         "b": ("a blue dog", {"seed": 2, "num_inference_steps": 3}),
     }
+    bench.waves.clear()
     for name, (prompt, params) in asked.items():
         bench.submit(name, prompt, **params, **SIZE)
     answers = bench.answers(2)
     assert bench.waves == [["a", "b"]]
     for name, (prompt, params) in asked.items():
-        expected = pixels(alone(prompt, **params, **SIZE))
+        expected = alone(prompt, **params, **SIZE)
         assert np.abs(expected).max() > 0.05
         np.testing.assert_array_equal(pixels(answers[name]), expected)
+
+
+@pytest.mark.invariant("PARALLEL-INV-005")
+def test_requests_of_different_calls_share_a_wave(bench, alone):
+    bench.waves.clear()
+    small = {"seed": 3, "num_inference_steps": 2, **SIZE}
+    large = {**small, "height": 64}
+    bench.submit("small", **small)
+    bench.submit("large", **large)
+    answers = bench.answers(2)
+    assert bench.waves == [["small", "large"]]
+    np.testing.assert_array_equal(pixels(answers["small"]), alone("a red cat", **small))
+    np.testing.assert_array_equal(pixels(answers["large"]), alone("a red cat", **large))
+
+
+@pytest.mark.invariant("PARALLEL-INV-005")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_fault_in_one_share_is_not_the_others(bench, alone, first):
+    sound = {"seed": 4, "num_inference_steps": 2, **SIZE}
+    faulty = {**sound, "extra_args": {"max_sequence_length": 4096}}
+    bench.waves.clear()
+    for name in ("faulty", "sound") if first else ("sound", "faulty"):
+        bench.submit(name, **(faulty if name == "faulty" else sound))
+    answers = bench.answers(2)
+    assert len(bench.waves) == 1
+    assert isinstance(answers["faulty"], InvalidRequestError)
+    np.testing.assert_array_equal(pixels(answers["sound"]), alone("a red cat", **sound))
+
+
+@pytest.mark.invariant("PARALLEL-INV-005")
+@pytest.mark.parametrize("first", [True, False])
+def test_a_share_that_goes_on_hears_of_its_cancellation(bench, first):
+    """Also when the leader's own share has ended: the wave ends with the slowest."""
+    quick = {"seed": 5, "num_inference_steps": 2, **SIZE}
+    endless = {**quick, "num_inference_steps": 5000}
+    bench.progress.clear()
+    names = ("endless", "quick") if first else ("quick", "endless")
+    asked = {
+        name: bench.submit(name, **(endless if name == "endless" else quick)) for name in names
+    }
+    bench.until_step(names[0], 2)
+    bench.abort(asked["endless"])
+    answers = bench.answers(2)
+    assert answers["endless"] is None
+    assert isinstance(answers["quick"], StageData)
+
+
+@pytest.mark.invariant("PARALLEL-INV-005")
+def test_a_single_request_leaves_the_other_rank_idle(bench, alone):
+    params = {"seed": 6, "num_inference_steps": 2, **SIZE}
+    bench.waves.clear()
+    for name in ("a", "b", "c"):
+        bench.submit(name, **params)
+    answers = bench.answers(3)
+    assert bench.waves == [["a", "b"], ["c"]]
+    for answer in answers.values():
+        np.testing.assert_array_equal(pixels(answer), alone("a red cat", **params))

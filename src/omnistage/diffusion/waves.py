@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.contracts.sampling import OmniDiffusionSamplingParams
 from omnistage.diffusion.queue import QueuedRequest
+from omnistage.memory.offload.sharding import needs_equal_waves
 from omnistage.parallel.groups import WORLD
 from omnistage.parallel.topology import Topology
 
@@ -36,6 +37,7 @@ class WaveRules:
         shares = topology.size("data")
         synchronized = shares > 1 and weights_are_gathered(stage)
         shared_sequence = topology.size("sequence") > 1
+        lockstep: str | None
         if synchronized:
             lockstep = WORLD if shared_sequence else "data"
         else:
@@ -50,9 +52,7 @@ class WaveRules:
 def weights_are_gathered(stage: ResolvedStage) -> bool:
     """Whether each rank holds a share of the weights, so that every forward is a collective: the
     rule that stage settings alone decide, for who has no weights in view."""
-    parallel = stage.parallel
-    ranks = parallel.data_parallel_size * parallel.sequence_parallel_size
-    return stage.offload == "distributed-layerwise" and stage.dlo_use_allgather and ranks > 1
+    return needs_equal_waves(stage)
 
 
 def require_steps(params: OmniDiffusionSamplingParams) -> None:
@@ -74,23 +74,28 @@ def plan_shares(
     """The shares of one wave, at most one a rank, each of one `batch_key` and at most `most_of` it.
 
     Who is first in `ready` is served. Synchronized shares are all of its key. Ranks that are left
-    over take from the largest share.
+    over take their part of the largest share.
     """
-    shares: list[list[QueuedRequest]] = []
+    taken: dict[Hashable, list[QueuedRequest]] = {}
+    ranks: dict[Hashable, int] = {}
     for one in ready:
-        if rules.synchronized and one.batch_key != ready[0].batch_key:
+        key = one.batch_key
+        if rules.synchronized and key != ready[0].batch_key:
             continue
-        most = most_of(one.batch_key)
-        mine = [share for share in shares if share[0].batch_key == one.batch_key]
-        if mine and len(mine[-1]) < most:
-            mine[-1].append(one)
-        elif len(shares) < rules.num_shares:
-            shares.append([one])
-    while 0 < len(shares) < rules.num_shares:
-        largest = max(shares, key=len)
-        if len(largest) == 1:
-            break
-        half = (len(largest) + 1) // 2
-        shares.append(largest[half:])
-        del largest[half:]
-    return shares
+        needed = -(-(len(taken.get(key, ())) + 1) // most_of(key))
+        others = sum(ranks.values()) - ranks.get(key, 0)
+        if needed + others <= rules.num_shares:
+            taken.setdefault(key, []).append(one)
+            ranks[key] = needed
+    for _ in range(rules.num_shares - sum(ranks.values())):
+        key = max(taken, key=lambda key: len(taken[key]) / ranks[key], default=None)
+        if key is not None and len(taken[key]) > ranks[key]:
+            ranks[key] += 1
+    return [share for key, batch in taken.items() for share in _evenly(batch, ranks[key])]
+
+
+def _evenly(batch: list[QueuedRequest], count: int) -> list[list[QueuedRequest]]:
+    """`count` parts in order whose lengths differ by one at most."""
+    size, longer = divmod(len(batch), count)
+    ends = [size * i + min(i, longer) for i in range(count + 1)]
+    return [batch[ends[i] : ends[i + 1]] for i in range(count)]

@@ -185,7 +185,6 @@ def _join(groups: ProcessGroups, rendezvous: str, timeout_s: float) -> None:
         rank=groups.rank,
         world_size=topology.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
     )
     world = dist.group.WORLD
     assert world is not None

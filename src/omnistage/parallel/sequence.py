@@ -86,5 +86,5 @@ def _tell_attention(model: Any, config: ContextParallelConfig | None) -> None:
     model._parallel_config = parallel
     for module in model.modules():
         processor = getattr(module, "processor", None)
-        if hasattr(processor, "_parallel_config"):
+        if processor is not None and hasattr(processor, "_parallel_config"):
             processor._parallel_config = parallel
