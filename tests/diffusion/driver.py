@@ -29,7 +29,10 @@ def diffusion_stage(model_path: Any, **changes: Any) -> ResolvedStage:
         output_modality=Modality.IMAGE,
     )
     return ResolvedStage(
-        stage=config, model_path=str(model_path), process="inline", dtype="float32", **changes
+        stage=config,
+        model_path=str(model_path),
+        process="inline",
+        **{"dtype": "float32", **changes},
     )
 
 
