@@ -65,12 +65,13 @@ FLAGS = {
 --url --peer-url --peer-model --api-key --requests --concurrency --warmup --rounds --size --steps
 --n --timeout-s --target
 """,
+    "cache": "--weight-cache-dir --json --limit-gib --older-than --all",
 }
 
 
 @pytest.mark.invariant("CLI-INV-200")
 def test_the_commands() -> None:
-    assert list(COMMANDS) == ["serve", "generate", "plan", "doctor", "demo", "bench"]
+    assert list(COMMANDS) == ["serve", "generate", "plan", "doctor", "demo", "bench", "cache"]
     assert list(FLAGS) == list(COMMANDS)
 
 

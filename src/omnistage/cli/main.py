@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": "show what is installed, which devices work and what is missing",
     "demo": "serve the bundled model, ask it for one picture, show how to go on",
     "bench": "measure a server: requests a second and latencies",
+    "cache": "look at, verify and prune the cache of streamed weights",
 }
 
 _USAGE = """\

@@ -84,29 +84,34 @@ def _check_file(folder: Path, file: FileRecord) -> None:
         raise EntryDamagedError(folder.name, f"{file.name} is missing") from error
 
 
-def digest_of(
-    path: Path, offset_bytes: int, nbytes: int, stop: threading.Event | None = None
+def digest_of(path: Path, offset_bytes: int, nbytes: int) -> str:
+    """SHA-256 of a part of a file; a shorter file gives another digest. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return digest_of_open(descriptor, offset_bytes, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of_open(
+    descriptor: int, offset_bytes: int, nbytes: int, stop: threading.Event | None = None
 ) -> str:
-    """SHA-256 of a part of a file; a shorter file gives another digest.
+    """The same of an open file.
 
     Read, not mapped: a file that ends too early or a disk that fails is an error here, where
     touching its mapping would end the process. The pages come into the system's cache all the same.
-    Raises `OSError`, and `CacheError` when `stop` is set before the end.
+    Raises `CacheError` when `stop` is set before the end.
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(READ_BYTES, max(nbytes, 1))))
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        done = 0
-        while done < nbytes:
-            if stop is not None and stop.is_set():
-                raise CacheError("verification was stopped")
-            wanted = buffer[: nbytes - done]
-            count = os.preadv(descriptor, [wanted], offset_bytes + done)
-            if not count:
-                break
-            digest.update(wanted[:count])
-            done += count
-    finally:
-        os.close(descriptor)
+    done = 0
+    while done < nbytes:
+        if stop is not None and stop.is_set():
+            raise CacheError("verification was stopped")
+        wanted = buffer[: nbytes - done]
+        count = os.preadv(descriptor, [wanted], offset_bytes + done)
+        if not count:
+            break
+        digest.update(wanted[:count])
+        done += count
     return digest.hexdigest()

@@ -121,3 +121,20 @@ def remove_if(
             lock.release()
         gone.append(state)
     return gone, kept
+
+
+def surplus(
+    folders: StoreFolders, limit_bytes: int
+) -> tuple[Sequence[EntryState], Sequence[EntryState]]:
+    """Remove the least recently used until the rest is within the limit; returns what went, and
+    what would have gone and is in use."""
+    left_bytes = sum(state.nbytes for state in states(folders))
+
+    def too_much(state: EntryState) -> bool:
+        nonlocal left_bytes
+        if left_bytes <= limit_bytes:
+            return False
+        left_bytes -= 0 if state.in_use else state.nbytes
+        return True
+
+    return remove_if(folders, too_much)

@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omnistage.memory.cache import eviction
+from omnistage.memory.cache import eviction, index
 from omnistage.memory.cache.entry import Entry
 from omnistage.memory.cache.errors import CacheError, EntryDamagedError
 from omnistage.memory.cache.files import SHARD_BYTES, ShardLayout, plan_shards
 from omnistage.memory.cache.folders import StoreFolders
 from omnistage.memory.cache.lock import FileLock, locked
-from omnistage.memory.cache.manifest import FORMAT, IndexRecord, SealError, sealed, unsealed
 from omnistage.memory.cache.weights import CHECK_DEADLINE_S, CachedWeights
 from omnistage.memory.cache.writer import (
     IN_USE_NAME,
     EntryFacts,
     sync_folder,
-    write_durably,
     write_entry,
 )
 from omnistage.memory.host.layout import BlockLayout
@@ -98,12 +95,14 @@ class WeightStore:
         try:
             self.folders.remove_stale(key)
             opened = self._open_now(key)
-            if opened is not None:
+            if opened is not None and opened.layouts == tuple(layouts):
                 return opened
+            if opened is not None:
+                opened.close()
             shards = plan_shards(layouts, self._shard_bytes)
             self._make_room(shards)
             entry = self._write(key, shards, blocks, facts)
-            self._index(key, entry, ingredients or {})
+            index.enter(self.folders, key, entry, ingredients or {})
             opened = self._open_now(key)
         finally:
             lock.release()
@@ -112,7 +111,7 @@ class WeightStore:
         return opened
 
     def _open_now(self, key: str) -> CachedWeights | None:
-        name = self._entry_of(key)
+        name = index.find(self.folders, key)
         if name is None:
             return None
         folder = self.folders.entries / name
@@ -140,23 +139,12 @@ class WeightStore:
         except BaseException:
             lock.release()
             raise
+        if not lock.is_of_path():  # taken away, maybe replaced, between one file and the next
+            weights.close()
+            return None
+        weights.start_verifying()
         _touch(lock)
         return weights
-
-    def _entry_of(self, key: str) -> str | None:
-        """A malformed index file is as good as none: publishing replaces it."""
-        path = self.folders.index_of(key)
-        try:
-            record = unsealed(path.read_bytes(), IndexRecord)
-        except FileNotFoundError:
-            return None
-        except SealError as error:
-            logger.warning("the weight cache's %s is damaged and not used: %s", path, error)
-            return None
-        if record.format != FORMAT or record.key != key or Path(record.entry).name != record.entry:
-            logger.warning("the weight cache's %s is of something else and not used", path)
-            return None
-        return record.entry
 
     def _wait_for_writer(self, key: str) -> bool:
         """Whether somebody was writing; waits for their end."""
@@ -197,6 +185,8 @@ class WeightStore:
         facts: EntryFacts,
     ) -> str:
         """Write aside, then move in place; returns the entry's name."""
+        nbytes = sum(shard.size_bytes for shard in shards)
+        logger.info("weight cache: writing %s to %s", gib(nbytes), self.folders.root)
         folder = self.folders.new_temporary(key)
         try:
             manifest = write_entry(folder, shards, blocks, facts)
@@ -223,17 +213,6 @@ class WeightStore:
             logger.warning("weight cache: %s and is replaced", error)
         self.folders.discard(folder)
         return False
-
-    def _index(self, key: str, entry: str, ingredients: Mapping[str, Any]) -> None:
-        record = IndexRecord(format=FORMAT, key=key, entry=entry, ingredients=ingredients)
-        path = self.folders.index_of(key)
-        aside = path.with_suffix(f".{uuid.uuid4().hex}")
-        try:
-            write_durably(aside, sealed(record))
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-        sync_folder(path.parent)
 
     def _quarantine(self, folder: Path, inode: int | None, what: str) -> None:
         """Take an entry away that is damaged, unless another one has taken its place. Whoever has

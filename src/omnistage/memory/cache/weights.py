@@ -6,12 +6,14 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 from omnistage.contracts.errors import CheckpointError, DeadlineExceededError
-from omnistage.memory.cache.entry import Entry, digest_of
+from omnistage.memory.cache.entry import Entry, digest_of_open
 from omnistage.memory.cache.errors import CacheError
 from omnistage.memory.cache.lock import FileLock
 from omnistage.memory.cache.manifest import BlockRecord
+from omnistage.memory.host.layout import BlockLayout
 from omnistage.memory.host.mapping import MappedFile
 from omnistage.memory.host.weights import MemoryWeights
 from omnistage.memory.offload.host import HostBacking, HostBlock, HostPiece
@@ -46,22 +48,28 @@ class CachedWeights(MemoryWeights):
         self._stop = threading.Event()
         self._once = threading.Lock()
         self._damage: str | None = None
-        files = _map_files(entry)
-        try:
+        with ExitStack() as undoing:
+            files, self._descriptors = _open_files(entry, undoing)
             blocks = {record.path: _block(record, files) for record in entry.manifest.blocks}
             super().__init__(HostBacking.RUNTIME_CACHE, blocks, tuple(files.values()))
-            self._pool = ThreadPoolExecutor(
-                min(VERIFYING_THREADS, os.cpu_count() or 1), "weight-cache-verify"
-            )
-            self._verdicts: dict[str, Future[str | None]] = {
-                record.path: self._pool.submit(self._verify, record)
-                for record in entry.manifest.blocks
-            }
-            self._pool.shutdown(wait=False)
-        except BaseException:
-            for file in files.values():
-                file.close()
-            raise
+            undoing.pop_all()
+        self._pool = ThreadPoolExecutor(
+            min(VERIFYING_THREADS, os.cpu_count() or 1), "weight-cache-verify"
+        )
+        self._verdicts: dict[str, Future[str | None]] = {}
+
+    def start_verifying(self) -> None:
+        """Every block, in the order of their use. Before this there is nothing to `check`."""
+        for record in self.entry.manifest.blocks:
+            self._verdicts[record.path] = self._pool.submit(self._verify, record)
+        self._pool.shutdown(wait=False)
+
+    @property
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        return tuple(
+            BlockLayout(path=record.path, places=record.places, nbytes=record.nbytes)
+            for record in self.entry.manifest.blocks
+        )
 
     def check(self, path: str) -> None:
         """Raises `DeadlineExceededError` when reading the block takes longer than the deadline."""
@@ -84,6 +92,8 @@ class CachedWeights(MemoryWeights):
         for verdict in self._verdicts.values():
             verdict.cancel()
         self._pool.shutdown(wait=True)
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
         try:
             super().close()
         finally:
@@ -93,9 +103,9 @@ class CachedWeights(MemoryWeights):
         """What is wrong with the block. A failure to read it counts as damage."""
         if self._damage:
             return self._damage
-        path = self.entry.folder / record.file
+        descriptor = self._descriptors[record.file]
         try:
-            found = digest_of(path, record.offset_bytes, record.nbytes, self._stop)
+            found = digest_of_open(descriptor, record.offset_bytes, record.nbytes, self._stop)
         except CacheError:
             return "it was closed"
         except OSError as error:
@@ -112,16 +122,18 @@ class CachedWeights(MemoryWeights):
         return problem
 
 
-def _map_files(entry: Entry) -> dict[str, MappedFile]:
+def _open_files(entry: Entry, undoing: ExitStack) -> tuple[dict[str, MappedFile], dict[str, int]]:
+    """Every file mapped, and open to be read: what is verified is what is mapped, also after the
+    entry was taken away."""
     files: dict[str, MappedFile] = {}
-    try:
-        for file in entry.manifest.files:
-            files[file.name] = MappedFile(entry.folder / file.name, expected_bytes=file.size_bytes)
-    except BaseException:
-        for mapped in files.values():
-            mapped.close()
-        raise
-    return files
+    descriptors: dict[str, int] = {}
+    for file in entry.manifest.files:
+        path = entry.folder / file.name
+        files[file.name] = MappedFile(path, expected_bytes=file.size_bytes)
+        undoing.callback(files[file.name].close)
+        descriptors[file.name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        undoing.callback(os.close, descriptors[file.name])
+    return files, descriptors
 
 
 def _block(record: BlockRecord, files: dict[str, MappedFile]) -> HostBlock:
