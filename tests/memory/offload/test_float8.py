@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -9,12 +11,15 @@ from omnistage.memory.host.modules import layout_of
 from omnistage.memory.materialize import materialize
 from omnistage.memory.offload.discovery import streamable_blocks
 from omnistage.memory.offload.factory import make_backend
+from omnistage.memory.offload.host import HostBacking
 from omnistage.memory.pipeline_loader import load_pipeline
 from omnistage.memory.pipeline_plan import plan_pipeline
 from omnistage.quantization.config import resolve_quantization
 from omnistage.quantization.convert import convert_module, make_transforms, quantized_layers
 from tests.checkpoints.store import checkpoint
 from tests.memory.offload.models import MODELS, Pipeline, built, placed, run
+from tests.memory.test_float8_layers import quantized_module, store
+from tests.quantization.test_convert import call
 
 
 def float8(name, compute, dtype=torch.float32):
@@ -86,3 +91,26 @@ def test_a_streamed_load_with_conversion_equals_a_resident_one_converted_afterwa
         assert {place.dtype for place in streamed.places} >= {"float8_e4m3fn", "float32"}
     finally:
         loaded.close()
+
+
+@pytest.mark.invariant("QUANT-INV-007")
+def test_a_stored_float8_checkpoint_streams_from_its_own_files(platform, tmp_path):
+    shutil.copytree(checkpoint("qwen_image"), tmp_path / "p")
+    module = quantized_module()
+    store(tmp_path / "p" / "transformer", module, {"quant_method": "fp8"})
+    plan = plan_pipeline(tmp_path / "p", dtype="bfloat16")
+    placement = placed(plan.modules["transformer"].skeleton.look())
+    loaded = load_pipeline(plan, placement=placement)
+    weights = loaded.host_weights["transformer"]
+    assert weights.backing is HostBacking.CHECKPOINT
+    backend = make_backend(placement, loaded.host_weights, platform, "cpu")
+    backend.enable(loaded.pipeline)
+    try:
+        with platform.watching_reads():
+            assert torch.equal(
+                call(loaded.pipeline.transformer, torch.bfloat16), call(module, torch.bfloat16)
+            )
+    finally:
+        backend.disable()
+    assert platform.uploads > 0
+    assert platform.overtaken == 0
