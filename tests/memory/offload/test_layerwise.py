@@ -272,15 +272,19 @@ def test_host_weights_of_the_loader_are_used_and_closed(platform):
     assert torch.equal(run(module, "qwen"), expected)
 
 
-@pytest.mark.parametrize("inference", [True, False])
-def test_calls_may_be_in_inference_mode(platform, inference):
+@pytest.mark.parametrize("enabled_inside", [True, False])
+def test_calls_may_be_in_inference_mode_or_not(platform, enabled_inside):
     module = built("qwen")
     expected = run(module, "qwen")
-    with (
-        torch.inference_mode(inference),
-        offloaded(platform, Pipeline(transformer=module), placed(module)),
-    ):
-        assert torch.equal(run(module, "qwen"), expected)
+    backend = make_backend(placed(module, (2,)), {}, platform, "cpu")
+    with torch.inference_mode(enabled_inside):
+        backend.enable(Pipeline(transformer=module))
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            assert torch.equal(run(module, "qwen"), expected)
+    backend.disable()
+    assert not any(one.is_inference() for one in module.parameters())
+    assert torch.equal(run(module, "qwen"), expected)
 
 
 def test_a_streamed_block_is_not_trained(platform):

@@ -66,11 +66,13 @@ class LayerwiseOffload:
     def enable(self, pipeline: Any) -> None:
         """Also raises the device's out of memory, and `StageLostError` when page locks cannot be
         taken back."""
+        import torch
+
         self._check_free()
         streamed = [self._checked(pipeline, one) for one in self._streaming_components()]
         modules = named_components(pipeline) | find_components(pipeline).all()
         modules |= {one.name: one.module for one in streamed}
-        with ExitStack() as undo:
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
             undo.callback(claim(modules, self.name))
             ring, kept = self._start_ring(streamed, undo)
             moved = MovedTensors(self._device)
@@ -87,10 +89,12 @@ class LayerwiseOffload:
         """Parameters are where they were before `enable`: on the host as views of host memory,
         which stays mapped as long as they do, though it is no longer page-locked. Host weights that
         were given are closed, so that another `enable` packs their blocks into private memory."""
+        import torch
+
         undo, self._undo = self._undo, None
         self._ring = self._adopt = None
         given, self._given = self._given, {}
-        with ExitStack() as closing:
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as closing:
             for weights in given.values():
                 closing.callback(weights.close)
             if undo is not None:
