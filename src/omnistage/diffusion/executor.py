@@ -24,6 +24,7 @@ from omnistage.diffusion.loading import (
     LoadedStage,
     denoisers_move,
     describe_for_metadata,
+    describe_quantization,
     explained_shortage,
     load_stage,
 )
@@ -107,6 +108,7 @@ class DiffusionExecutor:
             "weight_bytes": loaded.plan.total_bytes,
             "placement": describe_for_metadata(loaded.placement),
             "offload": self._offload.describe(),
+            "quantization": describe_quantization(pipeline),
             "execution": "steps" if self._steps is not None else "requests",
             "denoiser": fast_path.describe(),
             "components": {

@@ -12,18 +12,22 @@ from omnistage.contracts.errors import ConfigurationError
 from omnistage.contracts.runtime import LoadReporter
 from omnistage.diffusion.offloading import placement_of
 from omnistage.memory.budget import MemoryBudget
+from omnistage.memory.float8_layers import QuantizationRequest
 from omnistage.memory.offload.base import OffloadBackend
+from omnistage.memory.offload.discovery import named_components
 from omnistage.memory.offload.factory import make_backend
 from omnistage.memory.offload.host import HostBacking
+from omnistage.memory.offload.sharding import needs_equal_waves
 from omnistage.memory.pipeline_loader import PipelinePlan, load_pipeline, plan_pipeline
 from omnistage.memory.placement import Placement
 from omnistage.observability.logging import get_logger
+from omnistage.quantization.config import resolve_quantization
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
     from omnistage.config.resolved import ResolvedStage
-    from omnistage.memory.host.seams import WeightCache
+    from omnistage.memory.host.seams import BlockTransform, WeightCache
     from omnistage.parallel.groups import ProcessGroups
     from omnistage.platforms.base import Platform
 
@@ -50,16 +54,33 @@ def load_stage(
     groups: ProcessGroups | None = None,
 ) -> LoadedStage:
     """Plan, place, load. Raises what these raise; then nothing stays open."""
-    plan = plan_pipeline(Path(stage.model_path), dtype=stage.dtype, device=device)
+    quantization = QuantizationRequest(
+        plan=resolve_quantization(stage.quantization_config),
+        device=device,
+        float8=platform.capabilities(device).float8,
+    )
+    plan = plan_pipeline(
+        Path(stage.model_path), dtype=stage.dtype, device=device, quantization=quantization
+    )
+    transforms = _transforms(plan, quantization)
     placement = placement_of(stage, plan)
     if placement.strategy == "none":
         budget = MemoryBudget.of(stage.memory_budget_gib, device)
         budget.check(plan.bytes_by_device, what=plan.pipeline_class.__name__)
     with explained_shortage(device, placement):
-        loaded = load_pipeline(plan, report, placement, cache=_cache(stage, placement))
+        loaded = load_pipeline(
+            plan, report, placement, cache=_cache(stage, placement), transforms=transforms
+        )
     reasons = (*placement.reasons, *loaded.reasons)
     try:
-        offload = make_backend(placement, loaded.host_weights, platform, device, groups)
+        offload = make_backend(
+            placement,
+            loaded.host_weights,
+            platform,
+            device,
+            groups,
+            use_allgather=needs_equal_waves(stage),
+        )
     except BaseException:
         loaded.close()
         raise
@@ -109,6 +130,29 @@ def denoisers_move(placement: Placement, denoisers: Mapping[str, Any]) -> bool:
     """Whether weights of any of these components come and go."""
     placed = [placement.of(name) for name in denoisers]
     return any(one is not None and one.residency != "resident" for one in placed)
+
+
+def describe_quantization(pipeline: DiffusionPipeline) -> dict[str, Any]:
+    """By component, of those with float8 layers; see `quantization.convert.describe`."""
+    from omnistage.quantization.convert import describe
+
+    described = {name: describe(module) for name, module in named_components(pipeline).items()}
+    return {name: one for name, one in described.items() if one["layers"]}
+
+
+def _transforms(
+    plan: PipelinePlan, quantization: QuantizationRequest
+) -> Mapping[str, BlockTransform]:
+    if not quantization.plan.is_on:
+        return {}
+    from omnistage.quantization.convert import make_transforms
+
+    return make_transforms(
+        quantization.plan,
+        {name: one.skeleton.look() for name, one in plan.modules.items()},
+        device=quantization.device,
+        float8=quantization.float8,
+    )
 
 
 def _cache(stage: ResolvedStage, placement: Placement) -> WeightCache | None:

@@ -8,6 +8,7 @@ from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.memory.offload.discovery import part_of, streamable_blocks
 from omnistage.memory.offload.host import HostBacking
 from omnistage.memory.offload.residency import leading_residents
+from omnistage.memory.offload.sharding import check_sharing
 from omnistage.memory.placement import ComponentPlacement, Placement, Residency
 from omnistage.platforms.registry import platform_of
 
@@ -22,6 +23,7 @@ _NOTHING_MOVES = ("auto", "none")
 def check_offload(stage: ResolvedStage) -> None:
     """Raises `UnsupportedCombinationError` where a strategy was chosen that the stage's devices
     have no use for."""
+    check_sharing(stage)
     if stage.offload in _NOTHING_MOVES:
         return
     for device in stage.devices:

@@ -18,6 +18,7 @@ from omnistage.diffusion.step_scheduler import StepScheduler
 from omnistage.diffusion.waves import WaveRules, require_steps
 from omnistage.parallel.groups import refuse_missing
 from omnistage.parallel.topology import Topology
+from omnistage.quantization.config import resolve_quantization
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
@@ -37,6 +38,7 @@ class DiffusionRuntime:
         _check_ranks(stage)
         check_mode(stage, options)
         check_offload(stage)
+        resolve_quantization(stage.quantization_config)
         return (
             step_scheduler(stage, options)
             if runs_steps(stage)

@@ -79,6 +79,8 @@ class BlockRing:
             )
             for index in range(SLOT_COUNT)
         ]
+        for slot in self._slots:  # their memory may have been another's, whose readers still run
+            slot.released.record(platform.current_stream(device))
         self._running: _Slot | None = None
         self._blocks: list[RingBlock] = []
         self.fetches = 0
