@@ -172,7 +172,13 @@ class LatePlatform(CpuPlatform):
 
     def enqueue(self, work: Callable[[], None]) -> None:
         """Work on the current stream: at once on the compute stream, else in its queue's turn."""
-        self.current_stream("cpu").submit(work)
+        stream = self.current_stream("cpu")
+
+        def unwatched() -> None:
+            with self._unwatched():
+                work()
+
+        stream.submit(work if stream.is_compute else unwatched)
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         assert source.numel() == destination.numel(), "an upload fills its destination"

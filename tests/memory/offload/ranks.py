@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -38,10 +38,11 @@ def on_ranks(
     *arguments: Any,
     parallel: ParallelConfig | None = None,
     deadline_s: float = 30.0,
+    only: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Results of `work(rank, *arguments)` of each rank; the exception where it raised one, by type
-    and text; None where its process ended. A rank that is still at work after `LIMIT_S` is ended,
-    and fails the test."""
+    """Results of `work(rank, *arguments)` of each rank, or of those in `only`; where it raised, the
+    exception by type, text and detail; None where its process ended. A rank that is still at work
+    after `LIMIT_S` is ended and fails the test."""
     topology = Topology.of(parallel or ParallelConfig(data_parallel_size=2))
     rendezvous = Rendezvous(LIMIT_S)
     processes, ends = [], []
@@ -56,7 +57,7 @@ def on_ranks(
             theirs.close()
             processes.append(process)
             ends.append(ours)
-        return [_received(end) for end in ends]
+        return [_received(ends[number]) for number in only or range(len(ends))]
     finally:
         for process in processes:
             process.kill()

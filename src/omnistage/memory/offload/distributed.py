@@ -3,11 +3,12 @@ gathers the others', or, rank-local, holds whole blocks and talks to nobody."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from omnistage.contracts.errors import UnsupportedCombinationError
+from omnistage.contracts.errors import StageLostError, UnsupportedCombinationError
 from omnistage.memory.offload.fetch import BlockFetcher, LocalFetcher
 from omnistage.memory.offload.gather import GatherFetcher, WeightGroup, digest_of
 from omnistage.memory.offload.host import HostBlock, HostWeights
@@ -17,6 +18,8 @@ from omnistage.memory.offload.shares import SharedWeights, stand_in
 from omnistage.memory.placement import Placement
 from omnistage.parallel.groups import ProcessGroups
 from omnistage.platforms.base import Platform
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedLayerwiseOffload(LayerwiseOffload):
@@ -48,6 +51,7 @@ class DistributedLayerwiseOffload(LayerwiseOffload):
         self._dimension: str | None = None
         self._group: WeightGroup | None = None
         self._shares: list[SharedWeights] = []
+        self._sizes = {"held_bytes": 0, "gathered_bytes": 0, "largest_block_bytes": 0}
         if groups is None or not use_allgather:
             return
         if groups.topology.size("hsdp_shard") > 1:
@@ -67,20 +71,18 @@ class DistributedLayerwiseOffload(LayerwiseOffload):
             self._group.settle(self._groups.timeout_s)
 
     def disable(self) -> None:
+        if self._group is not None and self.is_enabled:
+            self._end_gathers(self._group)
         super().disable()
         self._shares.clear()
 
     def describe(self) -> dict[str, Any]:
-        """Besides: "shared_by" (name of the dimension or None), "shares" and, of streamed bytes,
-        "held_bytes", what this rank keeps."""
-        return {
-            **super().describe(),
-            "shared_by": self._dimension,
-            "shares": 1 if self._group is None else self._group.count,
-            "held_bytes": sum(
-                block.copied_bytes for one in self._shares for block in one.blocks.values()
-            ),
-        }
+        """Besides: "shared_by" (name of the dimension or None), "shares", "held_bytes" (of streamed
+        blocks, by this rank), "gathered_bytes" (all of these blocks), "largest_block_bytes"."""
+        shared = {"shared_by": self._dimension, "shares": 1}
+        if self._group is not None:
+            shared |= {"shares": self._group.count, **self._sizes}
+        return super().describe() | shared
 
     def make_fetcher(self, staging_bytes: int) -> BlockFetcher:
         group = self._group
@@ -102,7 +104,25 @@ class DistributedLayerwiseOffload(LayerwiseOffload):
         undo.callback(shares.close)
         undo.callback(self._shares.clear)
         self._shares.append(shares)
+        self._count_bytes(blocks, shares)
         return one, shares, [shares.blocks[path] for path in one.paths]
+
+    def _count_bytes(self, blocks: list[HostBlock], shares: SharedWeights) -> None:
+        sizes = self._sizes
+        sizes["held_bytes"] += sum(block.copied_bytes for block in shares.blocks.values())
+        sizes["gathered_bytes"] += sum(block.nbytes for block in blocks)
+        largest_bytes = max((block.nbytes for block in blocks), default=0)
+        sizes["largest_block_bytes"] = max(sizes["largest_block_bytes"], largest_bytes)
+
+    def _end_gathers(self, group: WeightGroup) -> None:
+        """Those under way, whose blocks nobody will use: where a rank is gone they cannot end."""
+        if not group.is_lost:
+            try:
+                self._platform.synchronize(self._device)
+            except StageLostError as error:
+                logger.warning("weights under way are given up: %s", error.detail)
+        if group.is_lost:
+            group.abandon()
 
     def _release_whole(self) -> None:
         """Last of all, when nothing can fail any more: whole blocks that were copied from go."""

@@ -34,6 +34,23 @@ class WeightGroup:
         self.index = groups.rank_in(name)
         self.count = groups.size(name)
         self._device_group, self._host_group = groups.group_apart(name)
+        self._on_gpu = groups.device != "cpu"
+        self._loss: StageLostError | None = None
+        self._abandoned = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a call failed; then every later one does."""
+        return self._loss is not None
+
+    def abandon(self) -> None:
+        """Gathers that were started and cannot end any more are given up: what they were to fill
+        holds anything."""
+        import torch.distributed as dist
+
+        if self._on_gpu and not self._abandoned:
+            dist.distributed_c10d._abort_process_group(self._device_group)
+        self._abandoned = True
 
     def settle(self, timeout_s: float) -> None:
         """Loading is over: from now on this is the deadline. Not collective."""
@@ -44,16 +61,18 @@ class WeightGroup:
         """All ranks come here with the same `topic` (0 to 2**62)."""
         lowest, highest, _ = self._exchange(topic, 0)
         if lowest != highest:
-            raise StageLostError(
-                "the ranks of this stage fell out of step over their weights; please retry",
-                detail=f"rank {self.index} of {self.count} in {self.name!r} came to {what}",
+            raise self._lost(
+                StageLostError(
+                    "the ranks of this stage fell out of step over their weights; please retry",
+                    detail=f"rank {self.index} of {self.count} in {self.name!r} came to {what}",
+                )
             )
 
     def all_of(self, own: bool) -> bool:
         """Whether all ranks say yes."""
         lowest, highest, least = self._exchange(_TOPIC_ALL, int(own))
         if lowest != highest:
-            raise StageLostError("the ranks of this stage load different weights")
+            raise self._lost(StageLostError("the ranks of this stage load different weights"))
         return bool(least)
 
     def gather(self, image: torch.Tensor, own: torch.Tensor) -> None:
@@ -61,28 +80,39 @@ class WeightGroup:
         stream, in place."""
         import torch.distributed as dist
 
+        if self._abandoned:
+            return
+        self._refuse_lost()
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         try:
             gather(image, own, group=self._device_group)
         except RuntimeError as error:
-            raise _lost(error) from None
+            raise self._lost(error) from None
 
     def _exchange(self, topic: int, value: int) -> tuple[int, int, int]:
         """(lowest, highest topic, lowest value)."""
         import torch
         import torch.distributed as dist
 
+        self._refuse_lost()
         words = torch.tensor([-topic, topic, -value])
         try:
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self._host_group)
         except RuntimeError as error:
-            raise _lost(error) from None
+            raise self._lost(error) from None
         lowest, highest, least = words.tolist()
         return -lowest, highest, -least
 
+    def _lost(self, error: Exception) -> Exception:
+        if is_collective_fault(error):
+            error = lost_rank(error)
+        if isinstance(error, StageLostError):
+            self._loss = error
+        return error
 
-def _lost(error: RuntimeError) -> RuntimeError | StageLostError:
-    return lost_rank(error) if is_collective_fault(error) else error
+    def _refuse_lost(self) -> None:
+        if self._loss is not None:
+            raise StageLostError(self._loss.message, detail=self._loss.detail)
 
 
 def digest_of(component: str, blocks: Iterable[HostBlock]) -> int:

@@ -1,0 +1,64 @@
+"""A denoising stage whose ranks share its weights, served: as one process serves it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omnistage.config.resolved import ParallelConfig
+from omnistage.contracts.errors import StageLostError
+from omnistage.contracts.tensors import host_tensor
+from tests.checkpoints import checkpoint
+from tests.diffusion.driver import Driver, diffusion_request
+from tests.memory.offload.late_runtime import late_stage
+from tests.parallel.bench import serving
+
+SIZE = {"height": 32, "width": 32, "output_type": "np", "num_inference_steps": 2}
+ASKED = {"a": ("a red cat", {"seed": 1}), "b": ("a blue dog", {"seed": 2})}
+DATA = ParallelConfig(data_parallel_size=2)
+
+
+def pixels(answer):
+    return host_tensor(answer.tensors["images"]).numpy()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    drivers = {}
+
+    def pictures(family):
+        if family not in drivers:
+            driver = Driver(checkpoint(family))
+            drivers[family] = {
+                name: pixels(driver.run(diffusion_request(prompt, **params, **SIZE)))
+                for name, (prompt, params) in ASKED.items()
+            }
+        return drivers[family]
+
+    return pictures
+
+
+@pytest.mark.invariant("DISTRIBUTED-OFFLOAD-INV-001")
+@pytest.mark.parametrize("use_allgather", [True, False])
+@pytest.mark.parametrize("family", ["flux", "qwen_image"])
+def test_two_requests_at_once_equal_one_process(alone, family, use_allgather):
+    stage = late_stage(family, parallel=DATA, dlo_use_allgather=use_allgather)
+    with serving(stage) as bench:
+        offload = bench.ready.description["offload"]
+        assert offload["shares"] == (2 if use_allgather else 1)
+        assert offload["strategy"] == "distributed-layerwise"
+        for _ in range(2):
+            for name, (prompt, params) in ASKED.items():
+                bench.submit(name, prompt, **params, **SIZE)
+            answers = bench.answers(2)
+            for name, expected in alone(family).items():
+                np.testing.assert_array_equal(pixels(answers[name]), expected)
+        assert bench.waves == [["a", "b"]] * 2
+
+
+@pytest.mark.invariant("DISTRIBUTED-OFFLOAD-INV-005")
+def test_a_rank_that_dies_in_a_step_ends_the_replica_in_time():
+    with serving(late_stage("flux", parallel=DATA)) as bench:
+        bench.submit("a", "die:1", seed=1, **SIZE)
+        with pytest.raises(StageLostError):
+            raise bench.answers(1)["a"]
