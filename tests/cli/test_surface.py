@@ -57,7 +57,11 @@ FLAGS = {
 --strength --scheduler --image --extra-args --no-progress
 --max-tokens --temperature --top-p --top-k --system --raw
 """,
-    "plan": DEPLOYMENT + "--config-only --json",
+    "plan": DEPLOYMENT
+    + """
+--config-only --json --size --height --width --frames --steps --requests --device-memory-gib
+--link-gib-s --device-label
+""",
     "doctor": "--json --quick",
     "demo": "--prompt --seed --output-dir",
     "bench": DEPLOYMENT

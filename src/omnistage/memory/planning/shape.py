@@ -1,0 +1,26 @@
+"""What a plan is made for: the shape of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestShape:
+    """`requests` run at a time. `text_tokens` is the length of a prompt for encoders that do not
+    pad to a length of their own; None: the planner's assumption for the model. `guided` says
+    whether a request has a negative branch, where the model knows one. `steps` weighs what happens
+    once a request against what happens in each step."""
+
+    height: int = 1024
+    width: int = 1024
+    frames: int = 1
+    steps: int = 30
+    requests: int = 1
+    text_tokens: int | None = None
+    guided: bool = True
+
+    def __str__(self) -> str:
+        frames = f", {self.frames} frames" if self.frames > 1 else ""
+        batch = f", {self.requests} at a time" if self.requests > 1 else ""
+        return f"{self.width}x{self.height}{frames}, {self.steps} steps{batch}"

@@ -1,0 +1,78 @@
+"""`omnistage plan` of diffusion models: where weights would live, also on absent devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from omnistage.cli.main import main
+from tests.checkpoints import checkpoint
+
+
+@pytest.fixture(scope="module")
+def model():
+    return str(checkpoint("qwen_image"))
+
+
+def planned(capsys, *words):
+    code = main(["plan", *words])
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def placed(capsys, *words):
+    code, out = planned(capsys, *words, "--json")
+    assert code == 0, out
+    return json.loads(out)["placements"]["0"]
+
+
+def test_a_placement_with_its_peaks_is_printed(model, capsys):
+    code, out = planned(capsys, model, "--device-memory-gib", "8", "--link-gib-s", "50")
+    assert code == 0
+    assert "load plan of stage 0" in out
+    assert "placement: offload none (memory auto)" in out
+    for phase in ("encode", "denoise", "decode"):
+        assert f"{phase} " in out.partition("predicted peak on the device")[2]
+    assert "a denoising step: " in out
+    assert "as if on a GPU of 8 GiB" in out
+
+
+def test_peaks_follow_the_shape(model, capsys):
+    device = ("--device-memory-gib", "8")
+    small = placed(capsys, model, *device, "--size", "256x256")["prediction"]
+    large = placed(capsys, model, *device, "--height", "512", "--width", "512")["prediction"]
+    assert small["phases_bytes"]["denoise"] < large["phases_bytes"]["denoise"]
+    assert small["phases_bytes"]["decode"] < large["phases_bytes"]["decode"]
+    assert small["step_s"] < large["step_s"]
+    assert large["device_peak_bytes"] == max(large["phases_bytes"].values())
+
+
+def test_a_strategy_that_is_asked_for_on_a_device_that_is_not_here(model, capsys):
+    words = (model, "--device-memory-gib", "8", "--size", "64x64", "--offload", "layerwise")
+    found = placed(capsys, *words, "--memory", "minimal")
+    assert found["strategy"] == "layerwise"
+    transformer = found["components"]["transformer"]
+    assert transformer["residency"] == "streamed"
+    assert len(transformer["streamed_blocks"]) == 2
+    assert found["components"]["vae"]["residency"] == "resident"
+
+
+def test_what_cannot_work_is_refused_with_the_nearest_that_works(model, capsys):
+    code, out = planned(capsys, model, "--device-memory-gib", "8", "--memory-budget-gib", "0.01")
+    assert code == 2
+    assert "nearest that works: memory_budget_gib " in out
+    nearest = out.partition("nearest that works: memory_budget_gib ")[2].split()[0]
+    assert placed(capsys, model, "--device-memory-gib", "8", "--memory-budget-gib", nearest)
+
+
+def test_a_link_without_its_device_is_refused(model, capsys):
+    code, out = planned(capsys, model, "--link-gib-s", "50")
+    assert code == 2
+    assert "add --device-memory-gib" in out
+
+
+def test_this_machine_keeps_all_resident(model, capsys):
+    found = placed(capsys, model, "--device", "cpu", "--size", "64x64")
+    assert found["strategy"] == "none"
+    assert found["prediction"]["locked_bytes"] == 0
