@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from omnistage.config.resolved import ParallelConfig
-from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.errors import (
+    InternalError,
+    InvalidRequestError,
+    UnsupportedCombinationError,
+)
 from omnistage.contracts.payloads import StageData
 from omnistage.contracts.tensors import host_tensor
+from omnistage.parallel.groups import open_process_groups
+from omnistage.parallel.topology import Topology
 from tests.checkpoints import checkpoint
 from tests.diffusion.driver import Driver, diffusion_request, diffusion_stage
 from tests.parallel.bench import serving
@@ -111,3 +117,21 @@ def test_a_single_request_leaves_the_other_rank_idle(bench, alone):
     assert bench.waves == [["a", "b"], ["c"]]
     for answer in answers.values():
         np.testing.assert_array_equal(pixels(answer), alone("a red cat", **params))
+
+
+@pytest.mark.invariant("PARALLEL-INV-004")
+def test_a_second_stage_of_several_ranks_in_the_process_is_refused(bench):
+    topology = Topology.of(ParallelConfig(data_parallel_size=2))
+    with pytest.raises(UnsupportedCombinationError, match="cannot share one process"):
+        open_process_groups(topology, 0, device="cpu", rendezvous=None, timeout_s=1.0)
+
+
+@pytest.mark.invariant("PARALLEL-INV-001")
+def test_groups_know_their_members(bench):
+    groups = bench.replica._executor._groups
+    assert (groups.size("data"), groups.rank_in("data"), groups.members("data")) == (2, 0, [0, 1])
+    assert groups.size("sequence") == 1
+    assert groups.group_of("data").size() == groups.group_of("world").size() == 2
+    assert groups.control_group_of("data") is not groups.group_of("data")
+    with pytest.raises(InternalError, match="no group 'sequence'"):
+        groups.group_of("sequence")
