@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.quantization.fp8 import Fp8Linear, quantize_rows, resolve_compute
@@ -179,6 +180,20 @@ def test_on_the_meta_device_it_comes_out_the_same():
     shapes = [[(n, t.shape, t.dtype) for n, t in m.named_parameters()] for m in (real, empty)]
     assert shapes[0] == shapes[1]
     assert empty.weight.is_meta
+
+
+def test_a_weight_without_data_is_not_computed_with():
+    class Counted(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counted() as counted:
+        quantized, scales = quantize_rows(torch.empty(8192, 8192, device="meta"))
+    assert (quantized.shape, scales.shape) == ((8192, 8192), (8192, 1))
+    assert counted.calls <= 4
 
 
 def test_float8_products_add_the_bias():

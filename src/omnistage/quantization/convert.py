@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -35,18 +36,30 @@ class Fp8Transform:
     ) -> None:
         self.component, self._plan = component, plan
         self._device, self._float8 = device, float8
+        self._chosen: WeakKeyDictionary[nn.Module, dict[str, Fp8Settings]] = WeakKeyDictionary()
         digest = hashlib.sha256(plan.key.encode()).hexdigest()
         self.key = f"fp8-rows-{VERSION}-{component}-{digest}"
 
     def __call__(self, module: nn.Module, path: str = "") -> None:
         """Convert at and below `path` of the component; "" is all of it. Raises `CheckpointError`
         for a weight that is not finite."""
-        for name, settings in select_layers(module, self._plan, self.component).items():
+        made: dict[nn.Module, nn.Module] = {}
+        for name, settings in self._layers(module).items():
+            if not has_prefix(name, path):
+                continue
             linear = module.get_submodule(name)
-            if has_prefix(name, path) and isinstance(linear, nn.Linear):  # not by another name
-                replace_layer(module, name, self._quantized(linear, settings, name))
+            if isinstance(linear, nn.Linear) and linear not in made:  # not by another name
+                made[linear] = self._quantized(linear, settings, name)
+        replace_layers(module, made)
         if not path:
             check_module_dtype(module, self.component)
+
+    def _layers(self, module: nn.Module) -> dict[str, Fp8Settings]:
+        """Chosen when the module is first seen, for all calls: a walk over a large one takes long,
+        and there is one call a block."""
+        if module not in self._chosen:
+            self._chosen[module] = select_layers(module, self._plan, self.component)
+        return self._chosen[module]
 
     def _quantized(self, linear: nn.Linear, settings: Fp8Settings, name: str) -> Fp8Linear:
         compute = resolve_compute(settings.compute, self._device, float8=self._float8)
@@ -120,11 +133,13 @@ def as_skeleton(
 
     Raises `CheckpointError` for a path at which there is no linear layer.
     """
+    made: dict[nn.Module, nn.Module] = {}
     for path, shape in scale_shapes.items():
         linear = _linear_at(module, path, component)
         settings = plan.settings_of(f"{component}.{path}") or Fp8Settings()
         compute = resolve_compute(settings.compute, device, float8=float8)
-        replace_layer(module, path, Fp8Linear.empty_like(linear, shape, compute=compute))
+        made[linear] = Fp8Linear.empty_like(linear, shape, compute=compute)
+    replace_layers(module, made)
     check_module_dtype(module, component)
 
 
@@ -142,13 +157,12 @@ def _linear_at(module: nn.Module, path: str, component: str) -> nn.Linear:
     return found
 
 
-def replace_layer(module: nn.Module, path: str, layer: nn.Module) -> None:
-    """Under every name that the layer at `path` has."""
-    before = module.get_submodule(path)
-    for parent in module.modules():
+def replace_layers(module: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+    """The keys by the values, under every name that they have."""
+    for parent in list(module.modules()) if layers else ():
         for name, child in list(parent.named_children()):
-            if child is before:
-                setattr(parent, name, layer)
+            if child in layers:
+                setattr(parent, name, layers[child])
 
 
 def check_module_dtype(module: nn.Module, component: str) -> None:

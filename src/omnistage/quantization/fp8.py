@@ -36,6 +36,8 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     quantized = torch.empty_like(weight, dtype=DTYPE, memory_format=torch.contiguous_format)
     scales = weight.new_empty((weight.shape[0], 1), dtype=torch.float32)
+    if weight.is_meta:
+        return quantized, scales
     on_cpu = weight.device.type == "cpu"
     items = _CACHED_ITEMS * torch.get_num_threads() if on_cpu else _DEVICE_ITEMS
     rows = max(1, items // max(1, weight.shape[1]))
