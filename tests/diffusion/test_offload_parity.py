@@ -220,3 +220,22 @@ def test_the_replica_says_where_its_weights_are(platform, strategy):
     assert placed["vae"]["residency"] == "resident"
     assert metadata["offload"]["strategy"] == strategy
     assert metadata["offload"]["page_locked"]
+
+
+@pytest.mark.invariant("DIFF-RUNTIME-INV-072")
+@pytest.mark.parametrize("strategy", ["model", "layerwise"])
+@pytest.mark.parametrize("fails", ["install", "warm_up"])
+def test_a_load_that_fails_late_leaves_nothing(platform, monkeypatch, strategy, fails):
+    from omnistage.diffusion.fast_path import FastPath
+    from omnistage.diffusion.runtime import DiffusionRuntime
+    from tests.checkpoints import checkpoint
+    from tests.diffusion.driver import diffusion_stage
+
+    monkeypatch.setattr(FastPath, fails, out_of_memory)
+    stage = diffusion_stage(checkpoint("qwen_image"), offload=strategy)
+    executor = DiffusionRuntime.executor(stage, 0, 1)
+    with pytest.raises(ConfigurationError, match=f"no room .* offload '{strategy}'"):
+        executor.load(lambda note, fraction: None)
+    executor.close()
+    assert platform.locked == {}
+    assert executor._offload is None or not executor._offload.is_enabled

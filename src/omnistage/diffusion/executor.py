@@ -164,7 +164,8 @@ class DiffusionExecutor:
         )
         fast_path.install(pipeline)
         loaded.offload.enable(pipeline)
-        self._undeclare = declare_execution_device(pipeline, self._device)
+        if loaded.placement.strategy != "none":
+            self._undeclare = declare_execution_device(pipeline, self._device)
         self._make_runners(pipeline)
         return fast_path
 

@@ -11,16 +11,15 @@ from omnistage.memory.offload.discovery import named_components
 
 class _RunsOn:
     """What `diffusers` reads of a module's `_hf_hook`, which is how accelerate tells it the same
-    (`DiffusionPipeline._execution_device`, diffusers 0.42)."""
+    (`get_module_execution_device` and `DiffusionPipeline._execution_device`, diffusers 0.42)."""
 
     def __init__(self, device: str) -> None:
         self.execution_device = device
 
 
 def declare_execution_device(pipeline: Any, device: str) -> Callable[[], None]:
-    """Make the pipeline, and others of the same components, create their inputs on `device`;
-    returns what undoes it. Touches nothing where it would anyway, which is so as long as one of
-    its components is there.
+    """Make the pipeline, and others of the same components, create their inputs on `device`, for
+    each component and as a whole; returns what undoes it.
 
     Raises `UnsupportedCombinationError` when it cannot be told.
     """
@@ -30,8 +29,6 @@ def declare_execution_device(pipeline: Any, device: str) -> Callable[[], None]:
         while marked:
             del marked.pop()._hf_hook
 
-    if _runs_on(pipeline, device):
-        return undo
     for module in named_components(pipeline).values():
         if not hasattr(module, "_hf_hook"):
             module._hf_hook = _RunsOn(device)

@@ -80,7 +80,7 @@ def _hooks(ring: BlockRing, block: RingBlock) -> tuple[Callable[..., None], Call
     return before, after
 
 
-def watch_adapters(module: nn.Module, adopt: Callable[[], None]) -> Callable[[], None]:
+def watch_adapters(module: nn.Module, adopt: Callable[[], object]) -> Callable[[], None]:
     """Call `adopt` in front of the first pass after adapters (peft's `peft_config`) were added to a
     module or taken off it; returns what ends that."""
     known = _adapters(module)

@@ -127,9 +127,10 @@ class ModelLevelOffload:
         assert self._undo is not None, "not enabled"
         self._platform.synchronize(self._device)
         for one in self._swapped:
-            for piece in one.block.pieces if one.image is not None else ():
-                stop = piece.offset_bytes + piece.source.numel()
-                piece.source.copy_(one.image[piece.offset_bytes : stop])
+            if one.image is not None:
+                for piece in one.block.pieces:
+                    stop = piece.offset_bytes + piece.source.numel()
+                    piece.source.copy_(one.image[piece.offset_bytes : stop])
 
     def describe(self) -> dict[str, Any]:
         """Besides: "components" by name (bytes, and whether it is a denoiser), "page_locked",
