@@ -17,7 +17,7 @@ from omnistage.memory.offload.base import OffloadBackend
 from omnistage.memory.offload.discovery import named_components
 from omnistage.memory.offload.factory import make_backend
 from omnistage.memory.offload.host import HostBacking
-from omnistage.memory.offload.sharding import needs_equal_waves
+from omnistage.memory.offload.sharding import needs_equal_waves, share_of_rank
 from omnistage.memory.pipeline_loader import PipelinePlan, load_pipeline, plan_pipeline
 from omnistage.memory.placement import Placement
 from omnistage.observability.logging import get_logger
@@ -69,7 +69,12 @@ def load_stage(
         budget.check(plan.bytes_by_device, what=plan.pipeline_class.__name__)
     with explained_shortage(device, placement):
         loaded = load_pipeline(
-            plan, report, placement, cache=_cache(stage, placement), transforms=transforms
+            plan,
+            report,
+            placement,
+            cache=_cache(stage, placement),
+            transforms=transforms,
+            share=None if groups is None else share_of_rank(groups, needs_equal_waves(stage)),
         )
     reasons = (*placement.reasons, *loaded.reasons)
     try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omnistage.memory.host.seams import BlockTransform
     from omnistage.memory.host.weight_plan import ComponentWeights
     from omnistage.memory.offload.host import HostWeights
+    from omnistage.memory.offload.sharding import Share
 
 
 def materialize(
@@ -55,12 +56,14 @@ def materialize_streamed(
     loaded: BytesReporter = lambda nbytes: None,
     *,
     transform: BlockTransform | None = None,
+    share: Share | None = None,
 ) -> tuple[torch.nn.Module, HostWeights]:
     """As `materialize`, but the blocks of `streaming` stay on the host: their parameters and
     persistent buffers are views of the returned weights, which the caller owns.
 
     What is packed is packed block by block as it is read, so that the host holds it once, and one
-    block. Blocks touch the device only to be converted there by `transform`.
+    block; with a `share`, only that is kept of each block, whose tensors are stand-ins then. Blocks
+    touch the device only to be converted there by `transform`.
     """
     assert not plan.by_library, f"{plan.component}: read by its library, cannot be streamed"
     module = plan.skeleton.take()
@@ -70,7 +73,7 @@ def materialize_streamed(
             weights = streaming.opened
             _put_opened(filler, weights, transform)
         else:
-            weights = _pack(filler, transform)
+            weights = _pack(filler, transform, share if streaming.cache is None else None)
         try:
             _fill_resident(filler, streaming.paths, transform)
             _finish(module, plan, loaded, transform)
@@ -97,13 +100,13 @@ def _put_opened(filler: Filler, weights: HostWeights, transform: BlockTransform 
         filler.count_as_loaded(block_sources(filler.plan, path))
 
 
-def _pack(filler: Filler, transform: BlockTransform | None) -> HostWeights:
+def _pack(filler: Filler, transform: BlockTransform | None, share: Share | None) -> HostWeights:
     from omnistage.memory.host.private import BlockPacker
+    from omnistage.memory.offload.shares import SharePacker
 
     sources = {path: block_sources(filler.plan, path) for path in filler.streamed}
-    packer = BlockPacker(
-        sum(source.nbytes for block in sources.values() for source in block.values())
-    )
+    nbytes = sum(source.nbytes for block in sources.values() for source in block.values())
+    packer = BlockPacker(nbytes) if share is None else SharePacker(share, nbytes)
     try:
         for path, block in sources.items():
             filler.fill(block, filler.plan.device if transform else "cpu")

@@ -28,6 +28,8 @@ from omnistage.memory.progress import Progress
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+    from omnistage.memory.offload.sharding import Share
+
 __all__ = [
     "LibraryComponent",
     "LoadedPipeline",
@@ -64,15 +66,17 @@ def load_pipeline(
     *,
     cache: WeightCache | None = None,
     transforms: Mapping[str, BlockTransform] | None = None,
+    share: Share | None = None,
 ) -> LoadedPipeline:
     """Load what was planned and put it together: equal, tensor by tensor, to what
     `DiffusionPipeline.from_pretrained(folder, torch_dtype=…)` builds.
 
     Without a `placement` all is on the plan's device. With one, streamed blocks are views of host
     weights, and swapped components plain tensors on the CPU. `transforms` convert components, by
-    name, while they are loaded. `report` is told what is being loaded and the fraction of all
-    bytes, at most once a percent. Raises `CheckpointError` or `MissingDependencyError` naming the
-    component, and what `plan_host_weights` raises; then nothing stays open.
+    name, while they are loaded. Of blocks that are packed, only the `share` is kept. `report` is
+    told what is being loaded and the fraction of all bytes, at most once a percent. Raises
+    `CheckpointError` or `MissingDependencyError` naming the component, and what
+    `plan_host_weights` raises; then nothing stays open.
     """
     transforms = transforms or {}
     components: dict[str, Any] = dict.fromkeys(plan.absent)
@@ -90,7 +94,11 @@ def load_pipeline(
             advance, transform = progress.advance, transforms.get(name)
             if name in streaming.components:
                 components[name], host_weights[name] = materialize_streamed(
-                    module_plan, streaming.components[name], advance, transform=transform
+                    module_plan,
+                    streaming.components[name],
+                    advance,
+                    transform=transform,
+                    share=share,
                 )
             else:
                 placed = module_plan if placement is None else _placed(module_plan, placement)

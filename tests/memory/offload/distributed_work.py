@@ -20,7 +20,7 @@ from omnistage.memory.offload.discovery import streamable_blocks
 from omnistage.memory.offload.factory import make_backend
 from omnistage.memory.placement import Placement
 from tests.memory.offload.models import Pipeline, built, placed, placement_of, run
-from tests.memory.offload.ranks import Rank
+from tests.memory.offload.ranks import Rank, counted_memory
 
 
 @contextmanager
@@ -99,7 +99,6 @@ def from_checkpoint(rank: Rank, folder: str) -> Any:
     """(equal, locked bytes, bytes of private memory, description), with its files mapped."""
     from diffusers import FluxTransformer2DModel
 
-    from omnistage.memory.host import mapping
     from omnistage.memory.host.direct import DirectWeights
     from omnistage.memory.host.layout import host_views
     from omnistage.memory.host.modules import put
@@ -113,18 +112,14 @@ def from_checkpoint(rank: Rank, folder: str) -> Any:
     for block in weights.blocks.values():
         for name, tensor in host_views(block).items():
             put(module, name, tensor)
-    private_bytes = []
-    anonymous = mapping.AnonymousMemory.__init__
-
-    def counted(self: Any, nbytes: int) -> None:
-        private_bytes.append(nbytes)
-        anonymous(self, nbytes)
-
-    mapping.AnonymousMemory.__init__ = counted  # type: ignore[method-assign]
     inputs = checkpoint_inputs(module)
     expected = module(**inputs)[0]
     pipeline = Pipeline(transformer=module)
-    with offloaded(rank, pipeline, placed(module), {"transformer": weights}) as backend:
+    host_weights = {"transformer": weights}
+    with (
+        counted_memory() as private_bytes,
+        offloaded(rank, pipeline, placed(module), host_weights) as backend,
+    ):
         with torch.no_grad():
             equal = [torch.equal(module(**inputs)[0], expected) for _ in range(2)]
         locked_bytes, described = rank.platform.locked_bytes, backend.describe()

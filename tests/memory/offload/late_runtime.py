@@ -17,17 +17,19 @@ from omnistage.diffusion.runtime import DiffusionRuntime, request_scheduler
 from tests.checkpoints import checkpoint
 from tests.diffusion.driver import diffusion_stage
 from tests.memory.offload.fake_device import LatePlatform, late_device
+from tests.memory.offload.ranks import counted_memory
 
 RUNTIME = "tests.memory.offload.late_runtime:LateRuntime"
 LIMIT_S = 5.0
 
 
 class LateExecutor(DiffusionExecutor):
-    """Says in its metadata what was locked and uploaded by the end of loading. A prompt "die:1"
-    kills rank 1 in the middle of a step."""
+    """Says how much private host memory it ever took. A prompt "die:1" kills rank 1 in the middle
+    of a step."""
 
     def __init__(self, stage: Any, rank: int, world_size: int) -> None:
         self._late = ExitStack()
+        self._private_bytes = self._late.enter_context(counted_memory())
         self.late: LatePlatform = self._late.enter_context(late_device())
         super().__init__(stage, read_options(stage.options), rank, world_size)
 
@@ -35,7 +37,7 @@ class LateExecutor(DiffusionExecutor):
         described = super().load(report)
         denoiser = self._variants.base.transformer
         denoiser.transformer_blocks[0].register_forward_pre_hook(self._die)
-        return described | {"locked_bytes": self.late.locked_bytes, "uploads": self.late.uploads}
+        return described | {"private_bytes": sum(self._private_bytes)}
 
     def execute(self, command: Any, context: Any) -> Any:
         self._prompts = str(command.data.fields)

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 from omnistage.config.resolved import ParallelConfig
+from omnistage.memory.host.mapping import AnonymousMemory
 from omnistage.parallel.groups import ProcessGroups, open_process_groups
 from omnistage.parallel.rendezvous import Rendezvous
 from omnistage.parallel.topology import Topology
@@ -63,6 +65,20 @@ def on_ranks(
             process.kill()
             process.join(LIMIT_S)
         rendezvous.close()
+
+
+@contextmanager
+def counted_memory() -> Iterator[list[int]]:
+    """Sizes of the private regions of host memory that are made meanwhile."""
+    sizes: list[int] = []
+    make = AnonymousMemory.__init__
+
+    def counted(self: Any, nbytes: int) -> None:
+        sizes.append(nbytes)
+        make(self, nbytes)
+
+    with patch.object(AnonymousMemory, "__init__", counted):
+        yield sizes
 
 
 def _received(end: Connection) -> Any:

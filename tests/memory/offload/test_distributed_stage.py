@@ -62,3 +62,23 @@ def test_a_rank_that_dies_in_a_step_ends_the_replica_in_time():
         bench.submit("a", "die:1", seed=1, **SIZE)
         with pytest.raises(StageLostError):
             raise bench.answers(1)["a"]
+
+
+@pytest.mark.invariant("DISTRIBUTED-OFFLOAD-INV-002")
+def test_what_is_converted_while_loading_is_kept_by_its_share():
+    settings = {"quantization_config": "fp8", "dlo_runtime_cache": "off"}
+    pictures = {}
+    with serving(late_stage("flux", parallel=ParallelConfig(), **settings)) as bench:
+        whole = bench.ready.description
+        for name, (prompt, params) in ASKED.items():
+            bench.submit(name, prompt, **params, **SIZE)
+            pictures |= bench.answers(1)
+    with serving(late_stage("flux", parallel=DATA, **settings)) as bench:
+        shared = bench.ready.description
+        for name, (prompt, params) in ASKED.items():
+            bench.submit(name, prompt, **params, **SIZE)
+        for name, answer in bench.answers(2).items():
+            np.testing.assert_array_equal(pixels(answer), pixels(pictures[name]))
+    assert shared["quantization"]
+    assert shared["offload"]["components"]["transformer"]["host"] == "private"
+    assert shared["private_bytes"] <= 0.55 * whole["private_bytes"]

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def check_blocks(component: str, module: nn.Module, paths: Sequence[str]) -> None:
-    """Every path is a module of its own, made of plain tensors that nobody else uses.
+def check_blocks(
+    component: str, module: nn.Module, paths: Sequence[str], *, whole: bool = True
+) -> None:
+    """Every path is a module of its own, made of plain tensors that nobody else uses; with `whole`,
+    they have all their bytes here.
 
     Raises `ConfigurationError` for wrong paths, `UnsupportedCombinationError` for tensors.
     """
@@ -33,7 +36,7 @@ def check_blocks(component: str, module: nn.Module, paths: Sequence[str]) -> Non
     for path in paths:
         block = module.get_submodule(path)
         named = [*block.named_parameters(prefix=path), *block.named_buffers(prefix=path)]
-        _check_plain(component, named)
+        _check_plain(component, named, whole)
     _check_unshared(component, module, paths)
 
 
@@ -68,7 +71,7 @@ def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def _check_plain(component: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _check_plain(component: str, tensors: Iterable[tuple[str, torch.Tensor]], whole: bool) -> None:
     import torch
 
     for name, tensor in tensors:
@@ -78,7 +81,7 @@ def _check_plain(component: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
             problem = "is sparse"
         elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             problem = f"is a {type(tensor).__name__}"
-        elif tensor.untyped_storage().nbytes() < tensor.nbytes:
+        elif whole and tensor.untyped_storage().nbytes() < tensor.nbytes:
             problem = "is not whole here (its streamed blocks were shared out among ranks)"
         elif type(tensor.data) is not torch.Tensor:
             problem = f"holds a {type(tensor.data).__name__}"

@@ -81,16 +81,19 @@ class DistributedLayerwiseOffload(LayerwiseOffload):
         blocks, by this rank), "gathered_bytes" (all of these blocks), "largest_block_bytes"."""
         shared = {"shared_by": self._dimension, "shares": 1}
         if self._group is not None:
-            shared |= {"shares": self._group.count, **self._sizes}
+            shared |= {"shares": self._group.share.count, **self._sizes}
         return super().describe() | shared
 
     def make_fetcher(self, staging_bytes: int) -> BlockFetcher:
         group = self._group
         if group is None:
             return super().make_fetcher(staging_bytes)
-        local = LocalFetcher(self._platform, self._device, -(-staging_bytes // group.count))
+        local = LocalFetcher(self._platform, self._device, -(-staging_bytes // group.share.count))
         occupies_host = not group.all_of(staging_bytes == 0)
         return GatherFetcher(self._platform, group, local, occupies_host)
+
+    def needs_whole(self, weights: HostWeights | None) -> bool:
+        return self._group is None or not isinstance(weights, SharedWeights)
 
     def on_host(
         self, one: Streamed, undo: ExitStack
@@ -100,8 +103,12 @@ class DistributedLayerwiseOffload(LayerwiseOffload):
         if group is None:
             return one, whole, blocks
         group.agree(digest_of(one.name, blocks), f"the weights of {one.name}")
-        shares = SharedWeights.take(whole, one.paths, group.index, group.count)
-        undo.callback(shares.close)
+        if isinstance(whole, SharedWeights):
+            assert whole.share == group.share, "loaded for another rank"
+            shares = whole
+        else:
+            shares = SharedWeights.take(whole, one.paths, group.share)
+            undo.callback(shares.close)
         undo.callback(self._shares.clear)
         self._shares.append(shares)
         self._count_bytes(blocks, shares)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omnistage.contracts.errors import StageLostError
 from omnistage.memory.offload.fetch import LocalFetcher, Transfer
 from omnistage.memory.offload.host import HostBlock, HostPiece, HostWeights
+from omnistage.memory.offload.sharding import Share
 from omnistage.parallel.failures import is_collective_fault, lost_rank
 from omnistage.parallel.groups import ProcessGroups, set_deadline
 
@@ -21,8 +22,8 @@ _TOPIC_ALL = -1
 
 
 class WeightGroup:
-    """The ranks that together hold one copy of the streamed weights; this one is `index` of
-    `count`. Before every collective on the device they agree, on the host, that it is the same one:
+    """The ranks that together hold one copy of the streamed weights; `share` is this
+    one's. Before every collective on the device they agree, on the host, that it is the same one:
     none starts that another does not join.
 
     Every call is collective and raises `StageLostError` when a rank does something else, is gone,
@@ -31,8 +32,7 @@ class WeightGroup:
 
     def __init__(self, groups: ProcessGroups, name: str) -> None:
         self.name = name
-        self.index = groups.rank_in(name)
-        self.count = groups.size(name)
+        self.share = Share(index=groups.rank_in(name), count=groups.size(name))
         self._device_group, self._host_group = groups.group_apart(name)
         self._on_gpu = groups.device != "cpu"
         self._loss: StageLostError | None = None
@@ -64,7 +64,7 @@ class WeightGroup:
             raise self._lost(
                 StageLostError(
                     "the ranks of this stage fell out of step over their weights; please retry",
-                    detail=f"rank {self.index} of {self.count} in {self.name!r} came to {what}",
+                    detail=f"share {self.share.index} of {self.share.count} came to {what}",
                 )
             )
 
@@ -76,7 +76,7 @@ class WeightGroup:
         return bool(least)
 
     def gather(self, image: torch.Tensor, own: torch.Tensor) -> None:
-        """Make `image`, of `count` equal parts of which this rank's is `own`, whole: on the current
+        """Make `image`, of equal parts of which this rank's is `own`, whole: on the current
         stream, in place."""
         import torch.distributed as dist
 
@@ -142,7 +142,7 @@ class GatherFetcher:
     def prepare(self, weights: HostWeights, block: HostBlock, image: torch.Tensor) -> Transfer:
         group, enqueue = self._group, self._platform.enqueue
         number = self._numbers.setdefault((id(weights), block.path), len(self._numbers))
-        part, start_bytes = _part_of(block, group.index, group.count)
+        part, start_bytes = _part_of(block, group.share)
         own = image[start_bytes : start_bytes + part.nbytes]
         copy = self._local.prepare(weights, part, own).start
 
@@ -160,10 +160,10 @@ class GatherFetcher:
         self._local.close()
 
 
-def _part_of(block: HostBlock, index: int, count: int) -> tuple[HostBlock, int]:
-    """One of `count` equal parts of an image as an image of its own, and where it begins."""
-    part_bytes = block.nbytes // count
-    start_bytes = index * part_bytes
+def _part_of(block: HostBlock, share: Share) -> tuple[HostBlock, int]:
+    """One of equal parts of an image as an image of its own, and where it begins."""
+    part_bytes = block.nbytes // share.count
+    start_bytes = share.index * part_bytes
     pieces = tuple(
         HostPiece(source=piece.source, offset_bytes=piece.offset_bytes - start_bytes)
         for piece in block.pieces

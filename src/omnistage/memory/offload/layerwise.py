@@ -117,6 +117,10 @@ class LayerwiseOffload:
         """How images get into slots; `staging_bytes` is 0 when all weights are page-locked."""
         return LocalFetcher(self._platform, self._device, staging_bytes)
 
+    def needs_whole(self, weights: HostWeights | None) -> bool:
+        """Whether streamed blocks must be in host memory whole."""
+        return True
+
     def _check_free(self) -> None:
         if self._undo is not None:
             raise ConfigurationError(
@@ -148,8 +152,8 @@ class LayerwiseOffload:
     def _checked(self, pipeline: Any, placed: ComponentPlacement) -> Streamed:
         module = resolve(pipeline, placed.component)
         paths = tuple(placed.streamed_blocks)
-        check_blocks(placed.component, module, paths)
         weights = self._given.get(placed.component)
+        check_blocks(placed.component, module, paths, whole=self.needs_whole(weights))
         if weights is not None:
             check_fits(placed.component, module, paths, weights)
         return Streamed(name=placed.component, module=module, paths=paths, weights=weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omnistage.contracts.errors import UnsupportedCombinationError
@@ -9,6 +10,7 @@ from omnistage.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
+    from omnistage.parallel.groups import ProcessGroups
 
 DISTRIBUTED = "distributed-layerwise"
 SHARING_DIMENSIONS = ("data", "sequence")
@@ -20,6 +22,20 @@ def sharing_dimension(topology: Topology) -> str | None:
     """The dimension whose groups each hold one copy of the streamed weights; None: every rank
     holds its own."""
     return next((name for name in SHARING_DIMENSIONS if topology.size(name) > 1), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Part `index` of `count` equal ones, of every streamed block."""
+
+    index: int
+    count: int
+
+
+def share_of_rank(groups: ProcessGroups, use_allgather: bool) -> Share | None:
+    """What a rank holds of streamed weights; None: all of them."""
+    name = sharing_dimension(groups.topology) if use_allgather else None
+    return Share(index=groups.rank_in(name), count=groups.size(name)) if name else None
 
 
 def share_count(stage: ResolvedStage) -> int:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from omnistage.memory.host.layout import fill, shard_bytes, shard_of
 from omnistage.memory.host.mapping import AnonymousMemory, HostMemory
+from omnistage.memory.host.modules import layout_of, streamed_tensors
 from omnistage.memory.host.private import REGION_BYTES
 from omnistage.memory.host.weights import MemoryWeights
 from omnistage.memory.offload.host import HostBacking, HostBlock, HostPiece, HostWeights
+from omnistage.memory.offload.sharding import Share
 
 if TYPE_CHECKING:
     import torch
@@ -28,37 +30,38 @@ class SharedWeights(MemoryWeights):
 
     def __init__(
         self,
-        whole: HostWeights,
+        share: Share,
         blocks: dict[str, HostBlock],
         memories: Sequence[HostMemory],
         *,
+        whole: HostWeights | None,
         is_packed: bool,
     ) -> None:
-        super().__init__(HostBacking.PRIVATE if is_packed else whole.backing, blocks, memories)
+        backing = HostBacking.PRIVATE if whole is None or is_packed else whole.backing
+        super().__init__(backing, blocks, memories)
+        self.share = share
         self.is_packed = is_packed
-        self._whole: HostWeights | None = whole
+        self._whole = whole
 
     @classmethod
-    def take(
-        cls, whole: HostWeights, paths: Sequence[str], index: int, count: int
-    ) -> SharedWeights:
-        """Part `index` of `count`. Of mapped files, pages are shared with all ranks anyway and only
-        those of the part are page-locked; of anything else the part is copied.
+    def take(cls, whole: HostWeights, paths: Sequence[str], share: Share) -> SharedWeights:
+        """Of mapped files, pages are shared with all ranks anyway and only those of the share are
+        page-locked; of anything else the share is copied.
 
         Raises `CheckpointError` when bytes that are copied are known to be wrong.
         """
         blocks = {path: whole.blocks[path] for path in paths}
         if whole.backing is not HostBacking.PRIVATE and isinstance(whole, MemoryWeights):
             mapped = {
-                path: _shared(block, shard_of(block, index, count), index, count)
+                path: _shared(block, shard_of(block, share.index, share.count), share)
                 for path, block in blocks.items()
             }
-            return cls(whole, mapped, whole.memories, is_packed=False)
-        packer = _SharePacker(index, count, sum(shard_bytes(one, count) for one in blocks.values()))
+            return cls(share, mapped, whole.memories, whole=whole, is_packed=False)
+        packer = SharePacker(share, sum(one.nbytes for one in blocks.values()))
         for path, block in blocks.items():
             whole.check(path)
-            packer.add(block)
-        return cls(whole, packer.blocks, packer.regions, is_packed=True)
+            packer.add_block(block)
+        return packer.finish(whole)
 
     @property
     def is_page_locked(self) -> bool:
@@ -89,38 +92,66 @@ class SharedWeights(MemoryWeights):
             self.blocks = {}
 
 
-class _SharePacker:
-    def __init__(self, index: int, count: int, expected_bytes: int) -> None:
-        self.blocks: dict[str, HostBlock] = {}
-        self.regions: list[AnonymousMemory] = []
-        self._index = index
-        self._count = count
-        self._expected_bytes = expected_bytes
+class SharePacker:
+    """Packs the share of block after block, as `BlockPacker` does whole ones. `expected_bytes` is a
+    guess of all whole blocks."""
+
+    def __init__(self, share: Share, expected_bytes: int) -> None:
+        self._share = share
+        self._blocks: dict[str, HostBlock] = {}
+        self._regions: list[AnonymousMemory] = []
+        self._expected_bytes = expected_bytes // share.count
         self._used_bytes = 0
 
-    def add(self, block: HostBlock) -> None:
-        part = self._take(shard_bytes(block, self._count))
-        fill(part, shard_of(block, self._index, self._count))
+    def add(self, module: torch.nn.Module, path: str) -> None:
+        """Copy the share of a block of `module`, whose tensors become stand-ins."""
+        layout, tensors = layout_of(module, path), streamed_tensors(module, path)
+        pieces = [
+            HostPiece(source=_bytes_of(tensors[one.name]), offset_bytes=one.offset_bytes)
+            for one in layout.places
+        ]
+        self.add_block(
+            HostBlock(path=path, nbytes=layout.nbytes, places=layout.places, pieces=tuple(pieces))
+        )
+        for tensor in tensors.values():
+            tensor.data = stand_in(tensor)
+
+    def add_block(self, block: HostBlock) -> None:
+        part = self._take(shard_bytes(block, self._share.count))
+        fill(part, shard_of(block, self._share.index, self._share.count))
         pieces = [HostPiece(source=part, offset_bytes=0)] if part.numel() else []
-        self.blocks[block.path] = _shared(block, pieces, self._index, self._count)
+        self._blocks[block.path] = _shared(block, pieces, self._share)
+
+    def finish(self, whole: HostWeights | None = None) -> SharedWeights:
+        return SharedWeights(self._share, self._blocks, self._regions, whole=whole, is_packed=True)
+
+    def close(self) -> None:
+        """Instead of `finish`."""
+        for region in self._regions:
+            region.close()
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        if not self.regions or self._used_bytes + nbytes > self.regions[-1].nbytes:
+        if not self._regions or self._used_bytes + nbytes > self._regions[-1].nbytes:
             region_bytes = max(nbytes, min(REGION_BYTES, self._expected_bytes), 1)
-            self.regions.append(AnonymousMemory(region_bytes))
+            self._regions.append(AnonymousMemory(region_bytes))
             self._used_bytes = 0
-        part = self.regions[-1].bytes[self._used_bytes : self._used_bytes + nbytes]
+        part = self._regions[-1].bytes[self._used_bytes : self._used_bytes + nbytes]
         self._used_bytes += nbytes
         self._expected_bytes -= nbytes
         return part
 
 
-def _shared(block: HostBlock, pieces: Sequence[HostPiece], index: int, count: int) -> HostBlock:
-    part_bytes = shard_bytes(block, count)
-    moved = tuple(
-        replace(piece, offset_bytes=index * part_bytes + piece.offset_bytes) for piece in pieces
-    )
-    return replace(block, nbytes=count * part_bytes, pieces=moved)
+def _shared(block: HostBlock, pieces: Sequence[HostPiece], share: Share) -> HostBlock:
+    part_bytes = shard_bytes(block, share.count)
+    start_bytes = share.index * part_bytes
+    moved = tuple(replace(piece, offset_bytes=start_bytes + piece.offset_bytes) for piece in pieces)
+    return replace(block, nbytes=share.count * part_bytes, pieces=moved)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
