@@ -18,6 +18,7 @@ import torch
 from omnistage.memory.host.private import PrivateWeights
 from omnistage.memory.offload.discovery import streamable_blocks
 from omnistage.memory.offload.factory import make_backend
+from omnistage.memory.offload.gather import WeightGroup
 from omnistage.memory.placement import Placement
 from tests.memory.offload.models import Pipeline, built, placed, placement_of, run
 from tests.memory.offload.ranks import Rank, counted_memory
@@ -29,7 +30,7 @@ def offloaded(
 ) -> Iterator[Any]:
     placement = replace(placement, strategy="distributed-layerwise")
     backend = make_backend(
-        placement, host_weights or {}, rank.platform, "cpu", rank.groups, **settings
+        placement, host_weights or {}, rank.platform, rank.groups.device, rank.groups, **settings
     )
     backend.enable(pipeline)
     try:
@@ -270,3 +271,33 @@ def full_device(rank: Rank) -> Any:
     untouched = torch.equal(run(module, "qwen"), expected)
     with shared(rank, module):
         return type(error).__name__, untouched, torch.equal(run(module, "qwen"), expected)
+
+
+def passes_on_gpu(rank: Rank, name: str, use_allgather: bool) -> Any:
+    """(whether runs equal those of the resident model, description, device bytes left)."""
+    device, module = rank.groups.device, built(name)
+    expected = run(module.to(device), name, device=device)
+    module.to("cpu")
+    gc.collect()
+    before_bytes = torch.cuda.memory_allocated(device)
+    with shared(rank, module, use_allgather=use_allgather) as backend:
+        equal = [torch.equal(run(module, name, device=device), expected) for _ in range(3)]
+        described = backend.describe()
+    gc.collect()
+    return equal, described, torch.cuda.memory_allocated(device) - before_bytes
+
+
+def alone_on_gpu(rank: Rank) -> str:
+    """Rank 1 makes a pass that rank 0 does not."""
+    module = built("qwen")
+    with shared(rank, module):
+        run(module, "qwen", steps=1 + rank.number, device=rank.groups.device)
+    return "in step"
+
+
+def lone_group(device_group: Any) -> WeightGroup:
+    """As a `WeightGroup`, of one rank, which ranks alone never make."""
+    group = object.__new__(WeightGroup)
+    group._device_group = group._host_group = device_group
+    group._on_gpu, group._loss, group._abandoned = True, None, False
+    return group

@@ -24,8 +24,8 @@ LIMIT_S = 5.0
 
 
 class LateExecutor(DiffusionExecutor):
-    """Says how much private host memory it ever took. A prompt "die:1" kills rank 1 in the middle
-    of a step."""
+    """Says how much private host memory it took, and page-locked. A prompt "die:1" kills rank 1 in
+    the middle of a step."""
 
     def __init__(self, stage: Any, rank: int, world_size: int) -> None:
         self._late = ExitStack()
@@ -37,7 +37,10 @@ class LateExecutor(DiffusionExecutor):
         described = super().load(report)
         denoiser = self._variants.base.transformer
         denoiser.transformer_blocks[0].register_forward_pre_hook(self._die)
-        return described | {"private_bytes": sum(self._private_bytes)}
+        return described | {
+            "private_bytes": sum(self._private_bytes),
+            "locked_bytes": self.late.locked_bytes,
+        }
 
     def execute(self, command: Any, context: Any) -> Any:
         self._prompts = str(command.data.fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,7 +16,8 @@ from omnistage.memory.host.mapping import AnonymousMemory
 from omnistage.parallel.groups import ProcessGroups, open_process_groups
 from omnistage.parallel.rendezvous import Rendezvous
 from omnistage.parallel.topology import Topology
-from tests.memory.offload.fake_device import LatePlatform, late_device
+from omnistage.platforms.registry import platform_of
+from tests.memory.offload.fake_device import late_device
 
 LIMIT_S = 60.0
 _context = mp.get_context("forkserver")
@@ -28,7 +29,7 @@ class Rank:
     """What the work of a rank gets."""
 
     groups: ProcessGroups
-    platform: LatePlatform
+    platform: Any
 
     @property
     def number(self) -> int:
@@ -41,17 +42,18 @@ def on_ranks(
     parallel: ParallelConfig | None = None,
     deadline_s: float = 30.0,
     only: Sequence[int] | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
     """Results of `work(rank, *arguments)` of each rank, or of those in `only`; where it raised, the
     exception by type, text and detail; None where its process ended. A rank that is still at work
-    after `LIMIT_S` is ended and fails the test."""
+    after `LIMIT_S` is ended and fails the test. On "cuda", each has a GPU of its own."""
     topology = Topology.of(parallel or ParallelConfig(data_parallel_size=2))
     rendezvous = Rendezvous(LIMIT_S)
     processes, ends = [], []
     try:
         for number in range(topology.world_size):
             ours, theirs = _context.Pipe()
-            settings = (topology, number, rendezvous.address, deadline_s)
+            settings = (topology, number, rendezvous.address, deadline_s, device)
             process = _context.Process(
                 target=_rank, args=(theirs, settings, work, arguments), daemon=True
             )
@@ -101,10 +103,13 @@ def _rank(end: Connection, settings: Any, work: Callable[..., Any], arguments: A
 
 
 @contextmanager
-def _joined(topology: Topology, number: int, address: str, deadline_s: float) -> Iterator[Rank]:
+def _joined(
+    topology: Topology, number: int, address: str, deadline_s: float, device: str
+) -> Iterator[Rank]:
+    name = device if device == "cpu" else f"{device}:{number}"
     groups = open_process_groups(
-        topology, number, device="cpu", rendezvous=address, timeout_s=deadline_s
+        topology, number, device=name, rendezvous=address, timeout_s=deadline_s
     )
-    with late_device() as platform:
+    with late_device() if name == "cpu" else nullcontext(platform_of(name)) as platform:
         yield Rank(groups, platform)
     groups.close()

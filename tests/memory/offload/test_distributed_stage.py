@@ -56,6 +56,20 @@ def test_two_requests_at_once_equal_one_process(alone, family, use_allgather):
         assert bench.waves == [["a", "b"]] * 2
 
 
+@pytest.mark.invariant("DISTRIBUTED-OFFLOAD-INV-001")
+def test_ranks_that_share_a_sequence_share_weights_too():
+    pictures = []
+    for use_allgather in (True, False):
+        parallel = ParallelConfig(sequence_parallel_size=2)
+        stage = late_stage("flux", parallel=parallel, dlo_use_allgather=use_allgather)
+        with serving(stage) as bench:
+            assert bench.ready.description["offload"]["shares"] == 1 + use_allgather
+            bench.submit("a", "a red cat", seed=1, **SIZE)
+            pictures.append(pixels(bench.answers(1)["a"]))
+    assert np.abs(pictures[0]).max() > 0.05
+    np.testing.assert_array_equal(*pictures)
+
+
 @pytest.mark.invariant("DISTRIBUTED-OFFLOAD-INV-005")
 def test_a_rank_that_dies_in_a_step_ends_the_replica_in_time():
     with serving(late_stage("flux", parallel=DATA)) as bench:
@@ -82,3 +96,21 @@ def test_what_is_converted_while_loading_is_kept_by_its_share():
     assert shared["quantization"]
     assert shared["offload"]["components"]["transformer"]["host"] == "private"
     assert shared["private_bytes"] <= 0.55 * whole["private_bytes"]
+
+
+@pytest.mark.invariant("DISTRIBUTED-OFFLOAD-INV-002")
+def test_of_the_runtime_cache_each_rank_locks_its_share(alone, tmp_path):
+    settings = {"dlo_runtime_cache": "on", "weight_cache_dir": str(tmp_path)}
+    for start in range(2):
+        with serving(late_stage("flux", parallel=DATA, **settings)) as bench:
+            described = bench.ready.description
+            for name, (prompt, params) in ASKED.items():
+                bench.submit(name, prompt, **params, **SIZE)
+            for name, answer in bench.answers(2).items():
+                np.testing.assert_array_equal(pixels(answer), alone("flux")[name])
+        component = described["offload"]["components"]["transformer"]
+        assert component["host"] == "runtime_cache"
+        assert (described["private_bytes"] > 0) == (start == 0)
+        blocks = component["streamed_blocks"]
+        assert described["locked_bytes"] <= component["streamed_bytes"] + 2 * 4096 * blocks
+        assert component["streamed_bytes"] <= 0.51 * described["offload"]["gathered_bytes"]
