@@ -58,8 +58,10 @@ def load_plan(stage: ResolvedStage, args: argparse.Namespace) -> str:
 
 def _placed(stage: ResolvedStage, args: argparse.Namespace) -> tuple[PipelinePlan, Placement]:
     from omnistage.memory.pipeline_plan import plan_pipeline
+    from omnistage.memory.planning.on_device import place_on_device
     from omnistage.memory.planning.place import plan_placement
     from omnistage.memory.planning.quantizing import quantization_of, transforms_of
+    from omnistage.platforms.registry import platform_of
 
     facts = facts_for(stage, args)
     plan = plan_pipeline(
@@ -70,7 +72,10 @@ def _placed(stage: ResolvedStage, args: argparse.Namespace) -> tuple[PipelinePla
     )
     transforms = transforms_of(plan, stage, facts)
     shape = shape_of(stage, args)
-    return plan, plan_placement(plan, stage, facts, shape, transforms=transforms)
+    if facts.is_assumed:
+        return plan, plan_placement(plan, stage, facts, shape, transforms=transforms)
+    platform = platform_of(facts.device)
+    return plan, place_on_device(plan, stage, platform, facts, shape, transforms)
 
 
 def _as_json(config: OmniConfig, args: argparse.Namespace) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from omnistage.memory.offload.host import aligned
 from omnistage.memory.offload.residency import interleaved_residents, leading_residents
 from omnistage.memory.planning.facts import DeviceFacts
 from omnistage.memory.planning.locking import Locking, plan_locking
-from omnistage.memory.planning.ring_time import TimedBlock, pass_time_s
+from omnistage.memory.planning.ring_time import TimedBlock, cold_time_s, pass_time_s
 from omnistage.memory.planning.sizes import ComponentSize, by_part
 from omnistage.memory.planning.work import PHASES, ComponentWork, PipelineWork
 
@@ -236,7 +236,9 @@ def _pass_s(
         )
         for index, block in enumerate(size.blocks)
     ]
-    return pass_time_s(timed, work.rest_s)
+    if work.phase == "denoise":
+        return pass_time_s(timed, work.rest_s)
+    return cold_time_s(timed, work.rest_s, work.passes) / max(1, work.passes)
 
 
 def _step_s(work: PipelineWork, passes_s: Mapping[str, float]) -> float | None:

@@ -131,7 +131,7 @@ def find_facts(platform: Platform, device: str) -> DeviceFacts:
             free_bytes=free_bytes,
             host_free_bytes=free_bytes,
             rates=CPU,
-            locks_pages=False,
+            locks_pages=platform.offload_unavailable_reason() is None,
             offload_unavailable_reason=platform.offload_unavailable_reason(),
         )
     return DeviceFacts(

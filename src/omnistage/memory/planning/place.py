@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
     from omnistage.memory.host.seams import BlockTransform
     from omnistage.memory.pipeline_plan import PipelinePlan
+    from omnistage.memory.planning.signatures import OpSignature
     from omnistage.memory.planning.survey import PipelineSurvey
-    from omnistage.memory.planning.tracking import OpSignature
 
 
 def plan_placement(

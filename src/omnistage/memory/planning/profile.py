@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omnistage.memory.planning.tracking import ForwardTracker, OpSignature, total_ops
+from omnistage.memory.planning.signatures import OpSignature
+from omnistage.memory.planning.tracking import ForwardTracker, total_ops
 
 if TYPE_CHECKING:
     import torch

@@ -110,7 +110,10 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
             yield from ({"offload": one, "dlo_resident_layers": None} for one in others)
     for changes in ({}, {"offload": "auto", "dlo_resident_layers": None}):
         free = changed(problem, changes)
-        peaks = [one.peak_bytes for one in free.candidates()]
+        host_bytes = problem.facts.host_free_bytes
+        peaks = [
+            one.peak_bytes for one in free.candidates() if one.locking.host_bytes <= host_bytes
+        ]
         if not peaks:
             continue
         wanted_gib = _rounded_up(min(peaks))

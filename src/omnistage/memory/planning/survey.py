@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from omnistage.memory.host.seams import BlockTransform
     from omnistage.memory.pipeline_plan import PipelinePlan
     from omnistage.memory.planning.profile import ForwardProfile
-    from omnistage.memory.planning.tracking import OpSignature
+    from omnistage.memory.planning.signatures import OpSignature
 
 UNKNOWN_PIXEL_BYTES = {"denoise": 512, "decode": 2560}
 """Activations of classes that the planner does not know, a pixel of a frame and row: more than

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from omnistage.memory.planning.facts import DeviceFacts
-from omnistage.memory.planning.tracking import ATTENTION, OpSignature
+from omnistage.memory.planning.signatures import ATTENTION, OpSignature
 
 FUSED_TRAFFIC = 0.5
 """Of the memory traffic of pointwise operations, what remains when blocks are compiled: neighbours
@@ -55,6 +55,6 @@ def roofline_s(op: OpSignature, facts: DeviceFacts) -> float:
         return traffic_s
     attends = op.kind == ATTENTION
     rate = rates.attention_flops_per_s if attends else rates.matmul_flops_per_s
-    if any(dtype == "float32" for _, dtype in op.inputs):
+    if any(one.dtype == "float32" for one in op.tensors):
         rate *= rates.float32_share
     return max(op.flops / rate, traffic_s)

@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,15 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from omnistage.memory.offload.host import aligned
+from omnistage.memory.planning.signatures import (
+    ATTENTION,
+    COMPOSED,
+    RMS_NORM,
+    OpSignature,
+    TensorForm,
+    written,
+)
 from omnistage.memory.planning.sizes import ALLOCATION_BYTES
-
-ATTENTION = "attention"
-NORM = "rms_norm"
-
-Shape = tuple[tuple[int, ...], str]
-"""Of a tensor, with torch's name of its dtype."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpSignature:
-    """What decides how long an operation takes. `kind` is "matmul", "attention", "convolution" or
-    "pointwise" (all else: it takes as long as its bytes do)."""
-
-    name: str
-    kind: str
-    inputs: tuple[Shape, ...]
-    outputs: tuple[Shape, ...]
-    flops: int
-    nbytes: int
 
 
 class ForwardTracker:
@@ -88,12 +76,16 @@ class ForwardTracker:
         """Memory that an operation takes besides its results, and gives back."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
 
-    def record(self, name: str, kind: str, inputs: Any, outputs: Any, flops: int) -> None:
-        of_inputs = tuple(map(_shape, _tensors(inputs)))
-        of_outputs = tuple(map(_shape, _tensors(outputs)))
-        nbytes = sum(tensor.nbytes for tensor in (*_tensors(inputs), *_tensors(outputs)))
+    def record(self, name: str, kind: str, args: Any, kwargs: Any, out: Any, flops: int) -> None:
+        """Count an operation where it runs."""
+        call, tensors = written(args, kwargs)
         signature = OpSignature(
-            name=name, kind=kind, inputs=of_inputs, outputs=of_outputs, flops=flops, nbytes=nbytes
+            name=name,
+            kind=kind,
+            call=call,
+            tensors=tuple(map(TensorForm.of, tensors)),
+            flops=flops,
+            nbytes=sum(tensor.nbytes for tensor in (*tensors, *_tensors(out))),
         )
         self.ops.setdefault(self._path, Counter())[signature] += 1
 
@@ -132,19 +124,19 @@ class _Watcher(TorchDispatchMode):
         self._tracker.adopt(out)
         if not func.is_view and not _is_free(func):
             kind, flops = _cost(func, args, kwargs, out)
-            self._tracker.record(str(func), kind, (args, kwargs), out, flops)
+            self._tracker.record(str(func), kind, args, kwargs, out, flops)
         return out
 
 
 class _OneOp(TorchFunctionMode):
-    """Operations that a GPU does in one kernel and other devices take to pieces."""
+    """Sees `COMPOSED` operations as one."""
 
     def __init__(self, tracker: ForwardTracker) -> None:
         super().__init__()
         self._tracker = tracker
         self._ops: dict[Any, Callable[..., Any]] = {
-            torch.nn.functional.scaled_dot_product_attention: self._attention,
-            torch.nn.functional.rms_norm: self._rms_norm,
+            COMPOSED[ATTENTION]: self._attention,
+            COMPOSED[RMS_NORM]: self._rms_norm,
         }
 
     def __torch_function__(
@@ -162,20 +154,19 @@ class _OneOp(TorchFunctionMode):
         tracker.adopt(out)
         rows = query.numel() // query.shape[-1]
         tracker.borrow(aligned(4 * rows, ALLOCATION_BYTES))
-        mask = more[0] if more else named.get("attn_mask")
         flops = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        tracker.record(ATTENTION, ATTENTION, (query, key, value, mask), out, flops)
+        tracker.record(ATTENTION, ATTENTION, (query, key, value, *more), named, out, flops)
         return out
 
     def _rms_norm(self, func: Any, value: Any, *more: Any, **named: Any) -> Any:
         out = self._untracked(func, value, *more, **named)
         self._tracker.adopt(out)
-        self._tracker.record(NORM, "pointwise", (value, more, named), out, 0)
+        self._tracker.record(RMS_NORM, "pointwise", (value, *more), named, out, 0)
         return out
 
     def _untracked(self, func: Any, value: Any, *more: Any, **named: Any) -> Any:
         if value.device.type == "meta":
-            if func is torch.nn.functional.rms_norm:
+            if func is COMPOSED[RMS_NORM]:
                 return torch.empty_like(value)
             return _attention_result(value, more[1])
         from torch.utils._python_dispatch import _disable_current_modes
@@ -215,10 +206,6 @@ def _is_free(func: Any) -> bool:
 def _tensors(values: Any) -> list[torch.Tensor]:
     leaves, _ = tree_flatten(values)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _shape(tensor: torch.Tensor) -> Shape:
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def total_ops(ops: Mapping[str, Counter[OpSignature]]) -> Counter[OpSignature]:

@@ -1,0 +1,79 @@
+"""Times that are tried: of every operation of a pass, kept in a file, and bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from omnistage.contracts.errors import UnsupportedCombinationError
+from omnistage.memory.planning.facts import find_facts
+from omnistage.memory.planning.measure import OpTimeCache, measure_link, measure_ops
+from omnistage.memory.planning.profile import profile_forward
+from omnistage.memory.planning.times import FUSED_TRAFFIC, OpTimes, roofline_s
+from omnistage.platforms.registry import platform_of
+from tests.memory.offload.fake_device import late_device
+from tests.memory.planning.modules import components, run_for
+
+CPU = platform_of("cpu")
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return find_facts(CPU, "cpu")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    modules = components("flux")
+    return profile_forward(
+        modules["transformer"], run_for(modules["transformer"], "float32", modules["vae"])
+    )
+
+
+def test_every_operation_of_a_pass_can_be_tried_again(profile, facts):
+    found = measure_ops(profile.ops, CPU, facts, limit_s=60)
+    assert found.keys() == profile.ops.keys()
+    assert all(seconds > 0 for seconds in found.values())
+
+
+@pytest.mark.invariant("PLAN-INV-007")
+def test_what_was_measured_is_read_by_another_process(profile, facts, tmp_path):
+    path = tmp_path / "cache" / "op_times.json"
+    first = measure_ops(profile.ops, CPU, facts, cache=path, limit_s=60)
+    again = measure_ops(profile.ops, CPU, facts, cache=path, limit_s=0)
+    assert again == first
+    assert OpTimeCache(path, "another device").read() == {}
+    assert [one.name for one in path.parent.iterdir()] == ["op_times.json"]
+
+
+@pytest.mark.invariant("PLAN-INV-007")
+def test_time_for_measuring_is_bounded_and_the_rest_is_assumed(profile, facts):
+    assert measure_ops(profile.ops, CPU, facts, limit_s=0) == {}
+    times = OpTimes(facts=facts)
+    assert times.of_block(profile.ops) > 0
+    assert times.measured_share(profile.ops) == 0
+
+
+def test_a_broken_file_is_left_aside(profile, facts, tmp_path, caplog):
+    path = tmp_path / "op_times.json"
+    path.write_text("{")
+    assert measure_ops(profile.ops, CPU, facts, cache=path, limit_s=60)
+    assert "is left aside" in caplog.text
+    assert OpTimeCache(path, facts.label).read()
+
+
+def test_compiled_blocks_move_less(profile, facts):
+    eager, compiled = OpTimes(facts=facts), OpTimes(facts=facts, compiled=True)
+    pointwise = {op: n for op, n in profile.ops.items() if op.kind == "pointwise"}
+    rest = {op: n for op, n in profile.ops.items() if op.kind != "pointwise"}
+    whole_s = sum(n * roofline_s(op, facts) for op, n in pointwise.items())
+    assert compiled.of_block(pointwise) == pytest.approx(whole_s * FUSED_TRAFFIC)
+    assert compiled.of_block(rest) == eager.of_block(rest)
+    assert compiled.of_block(pointwise, is_block=False) == eager.of_block(pointwise)
+
+
+def test_the_link_is_measured_and_nothing_stays_locked():
+    with late_device() as platform:
+        assert measure_link(platform, "cpu", 2**20) > 0
+        assert not platform.locked
+    with pytest.raises(UnsupportedCombinationError, match="page-locked"):
+        measure_link(CPU, "cpu", 2**20)
