@@ -10,20 +10,31 @@ import pytest
 import torch
 
 from omnistage.contracts.errors import ConfigurationError, OutOfMemoryError
+from omnistage.diffusion.fast_path import FastPath
+from omnistage.diffusion.runtime import DiffusionRuntime
 from omnistage.memory.offload.discovery import streamable_blocks
+from tests.checkpoints import checkpoint
 from tests.diffusion.crowd import Crowd
+from tests.diffusion.driver import diffusion_stage
 from tests.diffusion.parity_cases import call_of
 from tests.diffusion.reference import request_of, same_bits
 from tests.memory.offload.fake_device import late_device
 
 FAMILIES = ["qwen_image", "flux", "sd35"]
-STRATEGIES = ["none", "model", "layerwise"]
+STRATEGIES = ["none", "model", "layerwise", "distributed-layerwise"]
 MODES = ["request", "step"]
 BATCH_FAMILY = "qwen_image"
 
 
 def settings(mode: str, strategy: str, batch: int = 1, **changes):
-    return {"step_execution": mode == "step", "offload": strategy, "max_num_seqs": batch, **changes}
+    """With as little on the device as can be, where weights move."""
+    return {
+        "step_execution": mode == "step",
+        "offload": strategy,
+        "memory": "auto" if strategy == "none" else "minimal",
+        "max_num_seqs": batch,
+        **changes,
+    }
 
 
 @contextmanager
@@ -83,6 +94,29 @@ def test_pictures_are_the_same_to_the_bit(platform, family, mode, batch, strateg
     assert (platform.uploads > 0) == (strategy != "none")
     assert platform.overtaken == 0
     assert platform.locked == {}
+
+
+@pytest.mark.invariant("DIFF-RUNTIME-INV-070")
+def test_a_budget_alone_makes_the_planner_move_weights(platform):
+    """`auto`, with less than the resident pipeline takes."""
+    mode = "request"
+    shape = {"height": 32, "width": 32}
+    planned = {"default_sampling_params": shape}
+    stage = diffusion_stage(checkpoint("qwen_image"), **settings(mode, "none", **planned))
+    executor = DiffusionRuntime.executor(stage, 0, 1)
+    try:
+        placement = executor.load(lambda note, fraction: None)["placement"]
+    finally:
+        executor.close()
+    needed_bytes = placement["prediction"]["device_peak_bytes"]
+    budget_gib = 0.98 * needed_bytes / 2**30
+    changes = {"memory": "auto", "memory_budget_gib": budget_gib, **planned}
+    with crowd("qwen_image", **settings(mode, "auto", **changes)) as stage:
+        assert stage.executor._offload.describe()["strategy"] != "none"
+        found = stage.run(requests("qwen_image", 1)).results["r0"]
+    assert same_bits(found.tensors["images"], plain("qwen_image", mode, 1)["r0"])
+    with pytest.raises(ConfigurationError, match="memory_budget_gib"):
+        Crowd("qwen_image", **settings(mode, "auto", memory_budget_gib=1e-6, **planned))
 
 
 @pytest.mark.invariant("DIFF-RUNTIME-INV-070")
@@ -204,10 +238,6 @@ def test_close_gives_everything_back_in_order(platform, strategy):
 
 @pytest.mark.parametrize("strategy", ["model", "layerwise"])
 def test_the_replica_says_where_its_weights_are(platform, strategy):
-    from omnistage.diffusion.runtime import DiffusionRuntime
-    from tests.checkpoints import checkpoint
-    from tests.diffusion.driver import diffusion_stage
-
     stage = diffusion_stage(checkpoint("qwen_image"), offload=strategy)
     executor = DiffusionRuntime.executor(stage, 0, 1)
     try:
@@ -226,11 +256,6 @@ def test_the_replica_says_where_its_weights_are(platform, strategy):
 @pytest.mark.parametrize("strategy", ["model", "layerwise"])
 @pytest.mark.parametrize("fails", ["install", "warm_up"])
 def test_a_load_that_fails_late_leaves_nothing(platform, monkeypatch, strategy, fails):
-    from omnistage.diffusion.fast_path import FastPath
-    from omnistage.diffusion.runtime import DiffusionRuntime
-    from tests.checkpoints import checkpoint
-    from tests.diffusion.driver import diffusion_stage
-
     monkeypatch.setattr(FastPath, fails, out_of_memory)
     stage = diffusion_stage(checkpoint("qwen_image"), offload=strategy)
     executor = DiffusionRuntime.executor(stage, 0, 1)

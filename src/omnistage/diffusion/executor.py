@@ -23,7 +23,6 @@ from omnistage.diffusion.fast_path import FastPath
 from omnistage.diffusion.loading import (
     LoadedStage,
     denoisers_move,
-    describe_for_metadata,
     describe_quantization,
     explained_shortage,
     load_stage,
@@ -40,6 +39,7 @@ from omnistage.diffusion.wave_runner import WaveRunner
 from omnistage.diffusion.waves import WaveRules
 from omnistage.memory.offload.base import OffloadBackend
 from omnistage.memory.offload.execution_device import declare_execution_device
+from omnistage.memory.planning.describe import placement_data
 from omnistage.parallel.groups import ProcessGroups, open_process_groups
 from omnistage.parallel.sequence import share_sequences
 from omnistage.parallel.topology import Topology
@@ -106,7 +106,7 @@ class DiffusionExecutor:
             "dtype": loaded.plan.dtype,
             "attention_backend": backend.name,
             "weight_bytes": loaded.plan.total_bytes,
-            "placement": describe_for_metadata(loaded.placement),
+            "placement": placement_data(loaded.placement),
             "offload": self._offload.describe(),
             "quantization": describe_quantization(pipeline),
             "execution": "steps" if self._steps is not None else "requests",

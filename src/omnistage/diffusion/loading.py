@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import ConfigurationError
 from omnistage.contracts.runtime import LoadReporter
-from omnistage.diffusion.offloading import placement_of
 from omnistage.memory.budget import MemoryBudget
 from omnistage.memory.float8_layers import QuantizationRequest
 from omnistage.memory.offload.base import OffloadBackend
@@ -19,7 +18,11 @@ from omnistage.memory.offload.factory import make_backend
 from omnistage.memory.offload.host import HostBacking
 from omnistage.memory.offload.sharding import needs_equal_waves, share_of_rank
 from omnistage.memory.pipeline_loader import PipelinePlan, load_pipeline, plan_pipeline
-from omnistage.memory.placement import Placement
+from omnistage.memory.placement import ComponentPlacement, Placement, Residency
+from omnistage.memory.planning.describe import describe_placement
+from omnistage.memory.planning.facts import find_facts
+from omnistage.memory.planning.place import plan_placement
+from omnistage.memory.planning.shape import RequestShape
 from omnistage.observability.logging import get_logger
 from omnistage.quantization.config import resolve_quantization
 
@@ -63,10 +66,8 @@ def load_stage(
         Path(stage.model_path), dtype=stage.dtype, device=device, quantization=quantization
     )
     transforms = _transforms(plan, quantization)
-    placement = placement_of(stage, plan)
-    if placement.strategy == "none":
-        budget = MemoryBudget.of(stage.memory_budget_gib, device)
-        budget.check(plan.bytes_by_device, what=plan.pipeline_class.__name__)
+    report("planning", None)
+    placement = _place(stage, plan, platform, device, transforms)
     with explained_shortage(device, placement):
         loaded = load_pipeline(
             plan,
@@ -76,7 +77,7 @@ def load_stage(
             transforms=transforms,
             share=None if groups is None else share_of_rank(groups, needs_equal_waves(stage)),
         )
-    reasons = (*placement.reasons, *loaded.reasons)
+    reasons = (*describe_placement(placement).split("\n"), *loaded.reasons)
     try:
         offload = make_backend(
             placement,
@@ -94,6 +95,35 @@ def load_stage(
     return LoadedStage(
         pipeline=loaded.pipeline, plan=plan, placement=placement, offload=offload, reasons=reasons
     )
+
+
+def _place(
+    stage: ResolvedStage,
+    plan: PipelinePlan,
+    platform: Platform,
+    device: str,
+    transforms: Mapping[str, BlockTransform],
+) -> Placement:
+    """The planner's, or all on a device that has nowhere else to put it."""
+    if platform.offload_unavailable_reason() is None:
+        facts, shape = find_facts(platform, device), shape_of(stage)
+        return plan_placement(plan, stage, facts, shape, transforms=transforms)
+    budget = MemoryBudget.of(stage.memory_budget_gib, device)
+    budget.check(plan.bytes_by_device, what=plan.pipeline_class.__name__)
+    return all_resident(plan)
+
+
+def shape_of(stage: ResolvedStage) -> RequestShape:
+    """What a request is that says nothing, as many of them as run at a time."""
+    defaults = stage.default_sampling_params
+    given = {
+        "height": defaults.get("height"),
+        "width": defaults.get("width"),
+        "frames": defaults.get("num_frames"),
+        "steps": defaults.get("num_inference_steps"),
+    }
+    known = {name: value for name, value in given.items() if value is not None}
+    return RequestShape(requests=stage.max_num_seqs, **known)
 
 
 @contextmanager
@@ -114,21 +144,17 @@ def explained_shortage(device: str, placement: Placement) -> Iterator[None]:
     )
 
 
-def describe_for_metadata(placement: Placement) -> dict[str, Any]:
-    """Plain values: by component where its weights are, and how many bytes."""
-    return {
-        "strategy": placement.strategy,
-        "backing": str(placement.backing),
-        "components": {
-            name: {
-                "residency": str(one.residency),
-                "weight_bytes": one.weight_bytes,
-                "streamed_blocks": len(one.streamed_blocks),
-                "streamed_bytes": one.streamed_bytes,
-            }
-            for name, one in placement.components.items()
+def all_resident(plan: PipelinePlan) -> Placement:
+    return Placement(
+        strategy="none",
+        components={
+            name: ComponentPlacement(
+                component=name, residency=Residency.RESIDENT, weight_bytes=one.total_bytes
+            )
+            for name, one in plan.modules.items()
         },
-    }
+        reasons=("offload none: all weights stay on the device",),
+    )
 
 
 def denoisers_move(placement: Placement, denoisers: Mapping[str, Any]) -> bool:
