@@ -46,5 +46,5 @@ def test_the_log_says_what_is_where(caplog):
 
 
 def test_a_plain_cpu_refuses_before_anything_is_loaded():
-    with pytest.raises(OmniError, match="offload 'layerwise' on cpu: .*same; leave it out"):
+    with pytest.raises(OmniError, match=r"offload 'layerwise' on cpu: .*same; leave it out"):
         pictures(enable_layerwise_offload=True)
