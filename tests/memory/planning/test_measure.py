@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from omnistage.contracts.errors import UnsupportedCombinationError
-from omnistage.memory.planning.facts import find_facts
+from omnistage.memory.planning.facts import HOST_OP_S, find_facts
 from omnistage.memory.planning.measure import OpTimeCache, measure_link, measure_ops
 from omnistage.memory.planning.profile import profile_forward
 from omnistage.memory.planning.times import FUSED_TRAFFIC, OpTimes, roofline_s
@@ -49,7 +51,7 @@ def test_what_was_measured_is_read_by_another_process(profile, facts, tmp_path):
 def test_time_for_measuring_is_bounded_and_the_rest_is_assumed(profile, facts):
     assert measure_ops(profile.ops, CPU, facts, limit_s=0) == {}
     times = OpTimes(facts=facts)
-    assert times.of_block(profile.ops) > 0
+    assert times.device_s(profile.ops) > 0
     assert times.measured_share(profile.ops) == 0
 
 
@@ -66,9 +68,19 @@ def test_compiled_blocks_move_less(profile, facts):
     pointwise = {op: n for op, n in profile.ops.items() if op.kind == "pointwise"}
     rest = {op: n for op, n in profile.ops.items() if op.kind != "pointwise"}
     whole_s = sum(n * roofline_s(op, facts) for op, n in pointwise.items())
-    assert compiled.of_block(pointwise) == pytest.approx(whole_s * FUSED_TRAFFIC)
-    assert compiled.of_block(rest) == eager.of_block(rest)
-    assert compiled.of_block(pointwise, is_block=False) == eager.of_block(pointwise)
+    assert compiled.device_s(pointwise) == pytest.approx(whole_s * FUSED_TRAFFIC)
+    assert compiled.device_s(rest) == eager.device_s(rest)
+    assert compiled.device_s(pointwise, is_block=False) == eager.device_s(pointwise)
+
+
+def test_a_host_that_is_slower_than_its_device(profile, facts):
+    """Figures of one H200, in the module's own words."""
+    quick = replace(facts, host_op_s=HOST_OP_S)
+    eager, compiled = OpTimes(facts=quick), OpTimes(facts=quick, compiled=True)
+    count = sum(profile.ops.values())
+    assert eager.host_s(profile.ops) == pytest.approx(count * HOST_OP_S)
+    assert compiled.host_s(profile.ops) < eager.host_s(profile.ops)
+    assert OpTimes(facts=facts).host_s(profile.ops) == 0
 
 
 def test_the_link_is_measured_and_nothing_stays_locked():

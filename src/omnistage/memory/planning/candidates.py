@@ -93,7 +93,7 @@ def _resident(problem: _Problem) -> Candidate:
     work = problem.work
     weight_bytes = sum(size.weight_bytes for size in problem.sizes.values())
     fixed_bytes = weight_bytes + problem.facts.workspace_bytes
-    passes_s = {name: one.compute_s for name, one in work.components.items()}
+    passes_s = {name: one.resident_s for name, one in work.components.items()}
     return Candidate(
         strategy="none",
         phases_bytes={phase: fixed_bytes + work.activation_bytes(phase) for phase in PHASES},

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from omnistage.memory.planning.survey import PipelineSurvey
 
 
+GRAPH_MAX_TOKENS = 4096
+"""As the option `graph_max_tokens` of a diffusion stage where it is not set."""
+
+
 def plan_placement(
     pipeline_plan: PipelinePlan,
     stage: ResolvedStage,
@@ -106,24 +110,45 @@ def work_of(
     measured_s: Mapping[OpSignature, float],
 ) -> PipelineWork:
     """What each component does, in seconds of the device."""
-    from omnistage.memory.planning.times import OpTimes
-
-    components = {}
-    for name, one in survey.components.items():
-        compiled = one.phase == "denoise" and not stage.enforce_eager and facts.device != "cpu"
-        times = OpTimes(facts=facts, measured_s=measured_s, compiled=compiled)
-        ops = {} if one.profile is None else one.profile.block_ops
-        components[name] = ComponentWork(
-            component=name,
-            phase=one.phase,
-            activation_bytes=one.activation_bytes,
-            block_s={path: times.of_block(counted) for path, counted in ops.items() if path},
-            rest_s=times.of_block(ops.get("", {}), is_block=False),
-            passes=one.passes,
-            is_known=one.profile is not None,
-            note=one.note,
-        )
+    components = {name: _work(survey, name, stage, facts, measured_s) for name in survey.components}
     return PipelineWork(components=components, steps=survey.shape.steps, notes=survey.notes)
+
+
+def _work(
+    survey: PipelineSurvey,
+    name: str,
+    stage: ResolvedStage,
+    facts: DeviceFacts,
+    measured_s: Mapping[OpSignature, float],
+) -> ComponentWork:
+    from omnistage.memory.planning.times import COMPILED_ACTIVATIONS, OpTimes
+
+    one = survey.components[name]
+    compiled = one.phase == "denoise" and compiles(stage, facts)
+    times = OpTimes(facts=facts, measured_s=measured_s, compiled=compiled)
+    ops = {} if one.profile is None else dict(one.profile.block_ops)
+    rest = ops.pop("", {})
+    blocks_s = {path: times.device_s(counted) for path, counted in ops.items()}
+    rest_s = times.device_s(rest, is_block=False)
+    limit_tokens = int(stage.options.get("graph_max_tokens", GRAPH_MAX_TOKENS))
+    captured = compiled and survey.tokens(name) <= limit_tokens
+    return ComponentWork(
+        component=name,
+        phase=one.phase,
+        activation_bytes=int(one.activation_bytes * (COMPILED_ACTIVATIONS if compiled else 1.0)),
+        block_s={path: max(blocks_s[path], times.host_s(ops[path])) for path in ops},
+        rest_s=max(rest_s, times.host_s(rest, is_block=False)),
+        captured_s=sum(blocks_s.values()) + rest_s if captured else None,
+        passes=one.passes,
+        is_known=one.profile is not None,
+        note=one.note,
+    )
+
+
+def compiles(stage: ResolvedStage, facts: DeviceFacts) -> bool:
+    """Whether the stage compiles the blocks of its denoiser."""
+    has_family = stage.options.get("step_family") is not None
+    return has_family and not stage.enforce_eager and facts.device != "cpu"
 
 
 def _placement(problem: Problem, choice: Choice, survey: PipelineSurvey) -> Placement:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from omnistage.memory.planning.profile import ForwardProfile
     from omnistage.memory.planning.signatures import OpSignature
 
-UNKNOWN_PIXEL_BYTES = {"denoise": 512, "decode": 2560}
+UNKNOWN_PIXEL_BYTES = {"denoise": 512, "decode": 4096}
 """Activations of classes that the planner does not know, a pixel of a frame and row: more than
-those it knows take, of which the largest need 400 and 2,500."""
+those it knows take: Qwen-Image needs 400 and 3,460."""
 
 UNKNOWN_ENCODER_BYTES = 256 * 2**20
 
@@ -46,6 +46,7 @@ class Survey:
     activation_bytes: int
     profile: ForwardProfile | None
     passes: int = 1
+    rows: int = 1
     note: str = ""
 
 
@@ -56,11 +57,17 @@ class PipelineSurvey:
     components: Mapping[str, Survey]
     shape: RequestShape
     dtype: str
+    pixels_per_token: int
     notes: tuple[str, ...] = field(default=())
 
     @property
     def sizes(self) -> dict[str, ComponentSize]:
         return {name: one.size for name, one in self.components.items()}
+
+    def tokens(self, component: str) -> int:
+        """Of a forward pass of a denoiser, all rows together, text left out."""
+        pixels = self.shape.height * self.shape.width * self.shape.frames
+        return self.components[component].rows * pixels // self.pixels_per_token
 
     @property
     def ops(self) -> Counter[OpSignature]:
@@ -92,7 +99,13 @@ def survey_pipeline(
         view = _View(sizes[name], module, stage, shape, plan.dtype, scales)
         surveyed[name] = view.survey()
     notes = tuple(one.note for one in surveyed.values() if one.note)
-    return PipelineSurvey(components=surveyed, shape=shape, dtype=plan.dtype, notes=notes)
+    return PipelineSurvey(
+        components=surveyed,
+        shape=shape,
+        dtype=plan.dtype,
+        pixels_per_token=(2 * scales[0]) ** 2,
+        notes=notes,
+    )
 
 
 class _View:
@@ -131,6 +144,7 @@ class _View:
                     activation_bytes=profile.peak_activation_bytes,
                     profile=profile,
                     passes=passes,
+                    rows=rows,
                 )
         return Survey(
             size=self.size,
@@ -138,6 +152,7 @@ class _View:
             activation_bytes=self._estimate(rows),
             profile=None,
             passes=passes,
+            rows=rows,
             note=f"{note}: its activations are an estimate, its time is unknown",
         )
 

@@ -48,7 +48,7 @@ class ForwardTracker:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._remember(tensor, 0)
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.no_grad())
             stack.enter_context(_OneOp(self))
             stack.enter_context(_Watcher(self))
             yield
