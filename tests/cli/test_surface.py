@@ -60,7 +60,7 @@ FLAGS = {
     "plan": DEPLOYMENT
     + """
 --config-only --json --size --height --width --frames --steps --requests --device-memory-gib
---link-gib-s --device-label
+--link-gib-s --host-memory-gib --device-label
 """,
     "doctor": "--json --quick",
     "demo": "--prompt --seed --output-dir",

@@ -43,6 +43,9 @@ def add_plan_flags(parser: CommandParser) -> None:
         "--link-gib-s", type=_gib, metavar="GIB", help="with it: GiB a second from host to device"
     )
     group.add_argument(
+        "--host-memory-gib", type=_gib, metavar="GIB", help="with it: host memory that is free"
+    )
+    group.add_argument(
         "--device-label", metavar="NAME", help="with it: kind of GPU (H200, A100, L40S, …)"
     )
 
@@ -64,17 +67,20 @@ def facts_for(stage: ResolvedStage, args: argparse.Namespace) -> DeviceFacts:
     from omnistage.platforms.registry import platform_of
 
     if args.device_memory_gib is None:
-        if args.link_gib_s is not None or args.device_label is not None:
+        if any((args.link_gib_s, args.host_memory_gib, args.device_label)):
             raise ConfigurationError(
-                "--link-gib-s and --device-label describe a device that need not be here; add "
-                "--device-memory-gib"
+                "--link-gib-s, --host-memory-gib and --device-label describe a machine that need "
+                "not be here; add --device-memory-gib"
             )
         return find_facts(platform_of(stage.devices[0]), stage.devices[0])
+    host_bytes = host_memory.free_bytes() or host_memory.total_bytes()
+    if args.host_memory_gib is not None:
+        host_bytes = int(args.host_memory_gib * GIB_BYTES)
     return assume_facts(
         memory_bytes=int(args.device_memory_gib * GIB_BYTES),
         link_bytes_per_s=None if args.link_gib_s is None else args.link_gib_s * GIB_BYTES,
         label=args.device_label or f"a GPU of {args.device_memory_gib:g} GiB",
-        host_free_bytes=host_memory.free_bytes() or host_memory.total_bytes(),
+        host_free_bytes=host_bytes,
     )
 
 

@@ -119,6 +119,15 @@ def test_an_unknown_class_is_said_to_be_unknown(family):
     assert "a denoising step: unknown" in describe_placement(placement)
 
 
+def test_a_vision_tower_that_a_prompt_does_not_use_is_said_so():
+    reasons = placed("qwen_image", offload="layerwise", memory="minimal").reasons
+    assert any("text_encoder: 2 of its blocks do not run for a prompt" in one for one in reasons)
+
+
+def test_what_is_copied_every_step_is_locked_first():
+    assert next(iter(placed("sd3").components)) == "transformer"
+
+
 @pytest.mark.invariant("PLAN-INV-003")
 def test_refusals_before_anything_is_loaded():
     with pytest.raises(ConfigurationError, match=r"nearest that works: memory_budget_gib 0\.05"):
@@ -213,4 +222,5 @@ def test_on_a_device_that_is_here_link_and_operations_are_tried(tmp_path):
         )
         assert not platform.locked
     assert any(reason.endswith(", measured") for reason in made.reasons)
+    assert any("times of operations: 100% measured" in reason for reason in made.reasons)
     assert (tmp_path / "op_times.json").is_file()

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from omnistage.memory.offload.host import aligned
-from omnistage.memory.offload.residency import interleaved_residents, leading_residents
 from omnistage.memory.planning.facts import DeviceFacts
+from omnistage.memory.planning.levels import levels, used_blocks
 from omnistage.memory.planning.locking import Locking, plan_locking
 from omnistage.memory.planning.ring_time import TimedBlock, cold_time_s, pass_time_s
 from omnistage.memory.planning.sizes import ComponentSize, by_part
@@ -20,8 +19,6 @@ from omnistage.memory.planning.work import PHASES, ComponentWork, PipelineWork
 
 LAYERWISE = ("layerwise", "distributed-layerwise")
 SLOT_COUNT = 2
-MAX_LEVELS = 64
-"""Of how much of a part is resident, between nothing and all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,32 +134,13 @@ def _swapped(problem: _Problem) -> Iterator[Candidate]:
 
 
 def _streamed(problem: _Problem, strategy: str) -> Iterator[Candidate]:
-    for of_denoisers in _levels(problem.streams("denoisers"), problem.constraints.resident_layers):
-        for of_encoders in _levels(problem.streams("encoders"), None):
+    denoisers, encoders = problem.streams("denoisers"), problem.streams("encoders")
+    work = problem.work.components
+    for of_denoisers in levels(denoisers, work, problem.constraints.resident_layers):
+        for of_encoders in levels(encoders, work):
             residents = {**of_denoisers, **of_encoders}
             if any(len(problem.sizes[name].blocks) > len(kept) for name, kept in residents.items()):
                 yield _layerwise(problem, strategy, residents)
-
-
-def _levels(
-    sizes: list[ComponentSize], resident_layers: int | None
-) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Residents by component, from none to all; equal shares of all components of a part."""
-    if resident_layers is not None:
-        yield {one.component: leading_residents(len(one.blocks), resident_layers) for one in sizes}
-        return
-    count = min(MAX_LEVELS, max((len(one.blocks) for one in sizes), default=0))
-    for level in range(count + 1):
-        yield {one.component: _interleaved(_images(one), level, count) for one in sizes}
-
-
-def _images(size: ComponentSize) -> tuple[int, ...]:
-    return tuple(block.image_bytes for block in size.blocks)
-
-
-@lru_cache(maxsize=4096)
-def _interleaved(sizes_bytes: tuple[int, ...], level: int, count: int) -> tuple[int, ...]:
-    return interleaved_residents(sizes_bytes, -(-sum(sizes_bytes) * level // count))
 
 
 def _layerwise(
@@ -231,10 +209,10 @@ def _pass_s(
     kept = set(residents)
     timed = [
         TimedBlock(
-            compute_s=work.block_s.get(block.path, 0.0),
-            copy_s=0.0 if index in kept else block.image_bytes / rate,
+            compute_s=work.block_s.get(size.blocks[index].path, 0.0),
+            copy_s=0.0 if index in kept else size.blocks[index].image_bytes / rate,
         )
-        for index, block in enumerate(size.blocks)
+        for index in used_blocks(size, work)
     ]
     if work.phase == "denoise":
         return pass_time_s(timed, work.rest_s)

@@ -40,7 +40,7 @@ def choose(problem: Problem) -> Choice | Refusal:
         return Choice(candidate=smallest, headroom_bytes=0, is_short=False)
     headroom_bytes = headroom(problem)
     limit_bytes = problem.budget.limit_bytes - headroom_bytes
-    roomy = [one for one in possible if one.peak_bytes <= limit_bytes]
+    roomy = [one for one in possible if problem.needed_bytes(one) <= limit_bytes]
     fastest = min(roomy, key=_by_speed, default=smallest)
     return Choice(candidate=fastest, headroom_bytes=headroom_bytes, is_short=not roomy)
 

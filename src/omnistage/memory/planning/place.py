@@ -17,7 +17,7 @@ from omnistage.memory.planning.facts import DeviceFacts
 from omnistage.memory.planning.reasons import reasons_for
 from omnistage.memory.planning.refusal import FREE_STRATEGIES, Problem, Refusal
 from omnistage.memory.planning.shape import RequestShape
-from omnistage.memory.planning.sizes import ComponentSize
+from omnistage.memory.planning.sizes import ComponentSize, by_part
 from omnistage.memory.planning.work import ComponentWork, PipelineWork
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from omnistage.memory.planning.signatures import OpSignature
     from omnistage.memory.planning.survey import PipelineSurvey
 
+
+PART_ORDER = ("denoisers", "encoders", "autoencoders")
+"""Pages are locked in this order: what is copied in every step first."""
 
 GRAPH_MAX_TOKENS = 4096
 """As the option `graph_max_tokens` of a diffusion stage where it is not set."""
@@ -110,8 +113,13 @@ def work_of(
     measured_s: Mapping[OpSignature, float],
 ) -> PipelineWork:
     """What each component does, in seconds of the device."""
+    from omnistage.memory.planning.times import OpTimes
+
     components = {name: _work(survey, name, stage, facts, measured_s) for name in survey.components}
-    return PipelineWork(components=components, steps=survey.shape.steps, notes=survey.notes)
+    share = OpTimes(facts=facts, measured_s=measured_s).measured_share(survey.ops)
+    basis = f"times of operations: {share:.0%} measured, the rest by the device's rates"
+    notes = (basis, *survey.notes)
+    return PipelineWork(components=components, steps=survey.shape.steps, notes=notes)
 
 
 def _work(
@@ -153,7 +161,11 @@ def compiles(stage: ResolvedStage, facts: DeviceFacts) -> bool:
 
 def _placement(problem: Problem, choice: Choice, survey: PipelineSurvey) -> Placement:
     chosen = choice.candidate
-    components = {name: _component(size, chosen) for name, size in problem.sizes.items()}
+    components = {
+        size.component: _component(size, chosen)
+        for part in PART_ORDER
+        for size in by_part(problem.sizes, part)
+    }
     return Placement(
         strategy=chosen.strategy,
         components=components,

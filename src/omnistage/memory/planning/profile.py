@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardProfile:
-    """`peak_activation_bytes` is the highest use besides weights, inputs and results included;
+    """`peak_activation_bytes` is the highest use besides weights, inputs and results included,
+    `compiled_activation_bytes` the same when blocks are compiled;
     `block_ops` by path of block, "" being all that is outside of blocks."""
 
     peak_activation_bytes: int
+    compiled_activation_bytes: int
     block_ops: Mapping[str, Counter[OpSignature]] = field(default_factory=dict)
 
     @property
@@ -42,4 +44,8 @@ def profile_forward(
     with tracker.blocks(module, block_paths), tracker.watching(module):
         result = run(module, device)
         del result
-    return ForwardProfile(peak_activation_bytes=tracker.peak_bytes, block_ops=tracker.ops)
+    return ForwardProfile(
+        peak_activation_bytes=tracker.peak_bytes,
+        compiled_activation_bytes=tracker.fused_peak_bytes,
+        block_ops=tracker.ops,
+    )

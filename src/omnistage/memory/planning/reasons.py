@@ -37,21 +37,38 @@ def reasons_for(problem: Problem, choice: Choice, survey: PipelineSurvey) -> tup
         )
         lines.append(f"all resident it would be {gib(resident_bytes)}")
     if choice.headroom_bytes:
-        left = budget.limit_bytes - chosen.peak_bytes
+        left = budget.limit_bytes - problem.needed_bytes(chosen)
         what = f"memory {problem.memory} wants {gib(choice.headroom_bytes)} free"
-        lines.append(f"{what}; {gib(left)} are" + (", the most that can be" * choice.is_short))
+        lines.append(
+            f"{what} besides fragments; {gib(left)} are"
+            + (", the most that can be" if choice.is_short else "")
+        )
     unlocked = _unlocked(problem, choice)
     if unlocked:
         lines.append(unlocked)
-    return (*lines, *_basis(problem, survey))
+    return (*lines, *_unmapped(problem, choice), *_idle(problem, choice), *_basis(problem))
 
 
-def _unlocked(problem: Problem, choice: Choice) -> str:
-    moved = choice.candidate.swapped or tuple(
+def _streaming(problem: Problem, choice: Choice) -> tuple[str, ...]:
+    return tuple(
         name
         for name, kept in choice.candidate.residents.items()
         if len(kept) < len(problem.sizes[name].blocks)
     )
+
+
+def _unmapped(problem: Problem, choice: Choice) -> list[str]:
+    names = [name for name in _streaming(problem, choice) if not problem.sizes[name].is_mapped]
+    if not names:
+        return []
+    why = f"{', '.join(names)}: the checkpoint's files do not hold the bytes that are wanted"
+    if problem.constraints.runtime_cache == "off":
+        return [f"{why}, so streamed blocks are private memory"]
+    return [f"{why}, so the runtime cache does; until it is written, host memory of the same size"]
+
+
+def _unlocked(problem: Problem, choice: Choice) -> str:
+    moved = choice.candidate.swapped or _streaming(problem, choice)
     names = [name for name in moved if name not in choice.candidate.locking.locked_components]
     if not names:
         return ""
@@ -62,7 +79,20 @@ def _unlocked(problem: Problem, choice: Choice) -> str:
     )
 
 
-def _basis(problem: Problem, survey: PipelineSurvey) -> list[str]:
+def _idle(problem: Problem, choice: Choice) -> list[str]:
+    lines = []
+    for name in _streaming(problem, choice):
+        work = problem.work.components[name]
+        count = sum(block.path not in work.block_s for block in problem.sizes[name].blocks)
+        if count and work.is_known:
+            lines.append(
+                f"{name}: {count} of its blocks do not run for a prompt alone, so they stream "
+                "first; requests with pictures wait for them"
+            )
+    return lines
+
+
+def _basis(problem: Problem) -> list[str]:
     facts = problem.facts
     how = "measured" if facts.link_is_measured else "assumed"
     return [
@@ -70,5 +100,5 @@ def _basis(problem: Problem, survey: PipelineSurvey) -> list[str]:
         + (f"; as if on {facts.label}" if facts.is_assumed else ""),
         "counted are bytes of torch's allocator: weights, slots, activations, workspaces of "
         "libraries; not the device's context and not what the allocator holds unused",
-        *survey.notes,
+        *problem.work.notes,
     ]

@@ -15,6 +15,11 @@ from omnistage.memory.planning.sizes import ComponentSize
 from omnistage.memory.planning.work import PipelineWork
 
 FREE_STRATEGIES = Constraints().strategies
+FRAGMENTS_OF_WEIGHTS = 0.01
+FRAGMENTS_OF_ACTIVATIONS = 0.10
+"""What torch's allocator is taken to hold besides what is allocated. To be calibrated: a device
+runs out of memory by what is held, a prediction is of what is allocated."""
+
 STEP_GIB = 0.05
 """Budgets are named in multiples of it."""
 
@@ -33,10 +38,23 @@ class Problem:
     def candidates(self) -> list[Candidate]:
         return list(candidates(self.sizes, self.work, self.facts, self.constraints))
 
+    def needed_bytes(self, one: Candidate) -> int:
+        """The peak, and what the allocator then holds unused."""
+        return max(
+            nbytes + self._fragments_bytes(nbytes, self.work.activation_bytes(phase))
+            for phase, nbytes in one.phases_bytes.items()
+        )
+
     def admits(self, one: Candidate) -> bool:
         return (
-            one.peak_bytes <= self.budget.limit_bytes
+            self.needed_bytes(one) <= self.budget.limit_bytes
             and one.locking.host_bytes <= self.facts.host_free_bytes
+        )
+
+    def _fragments_bytes(self, nbytes: int, activation_bytes: int) -> int:
+        weights_bytes = max(0, nbytes - activation_bytes)
+        return int(
+            FRAGMENTS_OF_WEIGHTS * weights_bytes + FRAGMENTS_OF_ACTIVATIONS * activation_bytes
         )
 
     @property
@@ -112,7 +130,9 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
         free = changed(problem, changes)
         host_bytes = problem.facts.host_free_bytes
         peaks = [
-            one.peak_bytes for one in free.candidates() if one.locking.host_bytes <= host_bytes
+            free.needed_bytes(one)
+            for one in free.candidates()
+            if one.locking.host_bytes <= host_bytes
         ]
         if not peaks:
             continue
@@ -135,11 +155,11 @@ def _reason(problem: Problem, found: list[Candidate]) -> str:
     asked = "" if constraints.strategies == FREE_STRATEGIES else f"offload {_asked(constraints)} "
     if not found:
         return f"{asked}{_nothing_to_do(problem)}"
-    smallest = min(found, key=lambda one: one.peak_bytes)
-    if smallest.peak_bytes <= problem.budget.limit_bytes:
-        host_bytes = min(
-            one.locking.host_bytes for one in found if one.peak_bytes <= problem.budget.limit_bytes
-        )
+    smallest = min(found, key=problem.needed_bytes)
+    needed_bytes = problem.needed_bytes(smallest)
+    if needed_bytes <= problem.budget.limit_bytes:
+        fitting = [one for one in found if problem.needed_bytes(one) <= problem.budget.limit_bytes]
+        host_bytes = min(one.locking.host_bytes for one in fitting)
         return (
             f"{asked}needs {gib(host_bytes)} of host memory at least, of which "
             f"{gib(problem.facts.host_free_bytes)} are free"
@@ -147,9 +167,10 @@ def _reason(problem: Problem, found: list[Candidate]) -> str:
     phase = max(smallest.phases_bytes, key=lambda name: smallest.phases_bytes[name])
     activation_bytes = problem.work.activation_bytes(phase)
     return (
-        f"{asked}needs {gib(smallest.peak_bytes)} of {problem.facts.label} at least (to {phase}: "
+        f"{asked}needs {gib(needed_bytes)} of {problem.facts.label} at least (to {phase}: "
         f"{gib(smallest.peak_bytes - activation_bytes)} of weights and buffers, "
-        f"{gib(activation_bytes)} of activations); the budget is {problem.budget}"
+        f"{gib(activation_bytes)} of activations, {gib(needed_bytes - smallest.peak_bytes)} for "
+        f"fragments); the budget is {problem.budget}"
     )
 
 

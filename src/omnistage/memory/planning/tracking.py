@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from omnistage.memory.offload.host import aligned
+from omnistage.memory.planning.fusion import Step, fused_peak_bytes
 from omnistage.memory.planning.signatures import (
     ATTENTION,
     COMPOSED,
@@ -32,14 +33,18 @@ from omnistage.memory.planning.sizes import ALLOCATION_BYTES
 
 class ForwardTracker:
     """`live_bytes` and `peak_bytes` are of tensors that came into being while it was watching;
-    `ops` by the path that `within` gave."""
+    `fused_peak_bytes` is the peak when blocks are compiled; `ops` by the path of their block."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device).type
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.fused_peak_bytes = 0
         self.ops: dict[str, Counter[OpSignature]] = {}
         self._path = ""
         self._known: dict[int, weakref.ref[Any]] = {}
+        self._numbers: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._steps: list[Step] = []
+        self._borrowed_bytes = self._live_at_entry = self._first_number = 0
 
     @contextmanager
     def watching(self, *modules: torch.nn.Module) -> Iterator[None]:
@@ -61,7 +66,7 @@ class ForwardTracker:
                 block = module.get_submodule(path)
                 for handle in (
                     block.register_forward_pre_hook(self._entering(path)),
-                    block.register_forward_hook(self._entering("")),
+                    block.register_forward_hook(self._leaving),
                 ):
                     stack.callback(handle.remove)
             yield
@@ -74,7 +79,8 @@ class ForwardTracker:
 
     def borrow(self, nbytes: int) -> None:
         """Memory that an operation takes besides its results, and gives back."""
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
+        self._borrowed_bytes = nbytes
+        self._count(nbytes)
 
     def record(self, name: str, kind: str, args: Any, kwargs: Any, out: Any, flops: int) -> None:
         """Count an operation where it runs."""
@@ -88,12 +94,44 @@ class ForwardTracker:
             nbytes=sum(tensor.nbytes for tensor in (*tensors, *_tensors(out))),
         )
         self.ops.setdefault(self._path, Counter())[signature] += 1
+        if self._path:
+            self._steps.append(
+                Step(
+                    is_pointwise=kind == "pointwise",
+                    reads=frozenset(self._number(tensor) for tensor in tensors),
+                    writes=tuple(
+                        (number, self._sizes[number])
+                        for number in map(self._number, _tensors(out))
+                        if number >= self._first_number
+                    ),
+                    borrowed_bytes=self._borrowed_bytes,
+                )
+            )
+        self._borrowed_bytes = 0
 
     def _entering(self, path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             self._path = path
+            self._live_at_entry, self._first_number = self.live_bytes, len(self._sizes)
 
         return hook
+
+    def _leaving(self, *_: Any) -> None:
+        """By now only what leaves the block is alive of what it made."""
+        alive = [self._numbers[key] for key in self._known]
+        taken_bytes = fused_peak_bytes(self._steps, alive)
+        self.fused_peak_bytes = max(self.fused_peak_bytes, self._live_at_entry + taken_bytes)
+        self._path = ""
+        self._steps = []
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Of its storage; -1 for one that nobody follows."""
+        return self._numbers.get(id(tensor.untyped_storage()), -1)
+
+    def _count(self, more_bytes: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+        if not self._path:
+            self.fused_peak_bytes = max(self.fused_peak_bytes, self.live_bytes + more_bytes)
 
     def _remember(self, tensor: torch.Tensor, nbytes: int) -> None:
         storage = tensor.untyped_storage()
@@ -102,13 +140,17 @@ class ForwardTracker:
         if known is not None and known() is storage:
             return
 
+        number = len(self._sizes)
+
         def gone(_: Any) -> None:
             self.live_bytes -= nbytes
-            del self._known[key]
+            del self._known[key], self._numbers[key]
 
         self._known[key] = weakref.ref(storage, gone)
+        self._numbers[key] = number
+        self._sizes[number] = nbytes
         self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._count()
 
 
 class _Watcher(TorchDispatchMode):
