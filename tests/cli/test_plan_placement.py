@@ -61,6 +61,7 @@ def test_a_strategy_that_is_asked_for_on_a_device_that_is_not_here(model, capsys
 def test_what_cannot_work_is_refused_with_the_nearest_that_works(model, capsys):
     code, out = planned(capsys, model, "--device-memory-gib", "8", "--memory-budget-gib", "0.01")
     assert code == 2
+    assert "QwenImageTransformer2DModel" in out
     assert "nearest that works: memory_budget_gib " in out
     nearest = out.partition("nearest that works: memory_budget_gib ")[2].split()[0]
     assert placed(capsys, model, "--device-memory-gib", "8", "--memory-budget-gib", nearest)
@@ -76,3 +77,18 @@ def test_this_machine_keeps_all_resident(model, capsys):
     found = placed(capsys, model, "--device", "cpu", "--size", "64x64")
     assert found["strategy"] == "none"
     assert found["prediction"]["locked_bytes"] == 0
+
+
+def test_without_offload_a_budget_is_one_of_weights_as_at_start(model, capsys):
+    words = (model, "--device", "cpu", "--size", "64x64", "--memory-budget-gib")
+    assert placed(capsys, *words, "0.0009")["strategy"] == "none"
+    code, out = planned(capsys, *words, "0.0001")
+    assert code == 2
+    assert "raise memory_budget_gib to at least" in out
+
+
+def test_quantized_blocks_are_planned_with_their_bytes(model, capsys):
+    words = (model, "--device-memory-gib", "8", "--offload", "layerwise", "--memory", "minimal")
+    plain = placed(capsys, *words, "--dtype", "bfloat16")["components"]["transformer"]
+    quantized = placed(capsys, *words, "--dtype", "bfloat16", "--quantization", "fp8")
+    assert quantized["components"]["transformer"]["weight_bytes"] < plain["weight_bytes"]

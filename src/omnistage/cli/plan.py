@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from omnistage.config.describe import describe, describe_origins
 from omnistage.config.pipeline import ExecutionType
 from omnistage.config.plain import to_plain
 from omnistage.config.resolved import OmniConfig, ResolvedStage
+from omnistage.contracts.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from omnistage.memory.pipeline_plan import PipelinePlan
     from omnistage.memory.placement import Placement
+    from omnistage.memory.planning.facts import DeviceFacts
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -42,40 +45,62 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nnot left at their default:\n{origins}")
     if not args.config_only:
         for stage in config.stages:
-            print(f"\nload plan of stage {stage.stage_id}, {stage.name}:\n{load_plan(stage, args)}")
+            print(f"\nload plan of stage {stage.stage_id}, {stage.name}:")
+            _print_plan(stage, args)
     return 0
 
 
-def load_plan(stage: ResolvedStage, args: argparse.Namespace) -> str:
-    """What one replica of the stage would load, from configurations and file headers."""
+def _print_plan(stage: ResolvedStage, args: argparse.Namespace) -> None:
+    """What one replica of the stage would load, from configurations and file headers, and where it
+    would be. Where weights cannot move, a start refuses none: they are mapped files there."""
     if stage.stage.execution_type != ExecutionType.DIFFUSION:
-        return _module_plan(stage)
+        print(_module_plan(stage))
+        return
     from omnistage.memory.planning.describe import describe_placement
 
-    plan, placement = _placed(stage, args)
-    return f"{plan.describe()}\n\nplacement: {describe_placement(placement)}"
-
-
-def _placed(stage: ResolvedStage, args: argparse.Namespace) -> tuple[PipelinePlan, Placement]:
-    from omnistage.memory.pipeline_plan import plan_pipeline
-    from omnistage.memory.planning.on_device import place_on_device
-    from omnistage.memory.planning.place import plan_placement
-    from omnistage.memory.planning.quantizing import quantization_of, transforms_of
-    from omnistage.platforms.registry import platform_of
-
     facts = facts_for(stage, args)
-    plan = plan_pipeline(
+    plan = _pipeline_plan(stage, facts)
+    print(plan.describe(), flush=True)
+    try:
+        words = describe_placement(_placement(stage, args, facts, plan))
+    except ConfigurationError as error:
+        if facts.offload_unavailable_reason is None:
+            raise
+        words = f"may not fit, and is tried all the same: {error.message}"
+    print(f"\nplacement: {words}")
+
+
+def _pipeline_plan(stage: ResolvedStage, facts: DeviceFacts) -> PipelinePlan:
+    from omnistage.memory.budget import MemoryBudget
+    from omnistage.memory.pipeline_plan import plan_pipeline
+    from omnistage.memory.planning.quantizing import quantization_of
+
+    fixed = facts.offload_unavailable_reason is not None
+    budget = MemoryBudget.of(stage.memory_budget_gib, facts.device) if fixed else None
+    return plan_pipeline(
         Path(stage.model_path),
         dtype=stage.dtype,
         device=facts.device,
+        budget=budget,
         quantization=quantization_of(stage, facts),
     )
-    transforms = transforms_of(plan, stage, facts)
-    shape = shape_of(stage, args)
+
+
+def _placement(
+    stage: ResolvedStage, args: argparse.Namespace, facts: DeviceFacts, plan: PipelinePlan
+) -> Placement:
+    """Where weights cannot move, a stage's budget is one of weights, which were compared."""
+    from omnistage.memory.planning.on_device import place_on_device
+    from omnistage.memory.planning.place import plan_placement
+    from omnistage.memory.planning.quantizing import transforms_of
+    from omnistage.platforms.registry import platform_of
+
+    transforms, shape = transforms_of(plan, stage, facts), shape_of(stage, args)
+    if facts.offload_unavailable_reason is not None:
+        stage = replace(stage, memory_budget_gib=None)
     if facts.is_assumed:
-        return plan, plan_placement(plan, stage, facts, shape, transforms=transforms)
-    platform = platform_of(facts.device)
-    return plan, place_on_device(plan, stage, platform, facts, shape, transforms)
+        return plan_placement(plan, stage, facts, shape, transforms=transforms)
+    return place_on_device(plan, stage, platform_of(facts.device), facts, shape, transforms)
 
 
 def _as_json(config: OmniConfig, args: argparse.Namespace) -> Mapping[str, Any]:
@@ -85,11 +110,12 @@ def _as_json(config: OmniConfig, args: argparse.Namespace) -> Mapping[str, Any]:
         return data
     from omnistage.memory.planning.describe import placement_data
 
-    data["placements"] = {
-        str(stage.stage_id): placement_data(_placed(stage, args)[1])
-        for stage in config.stages
-        if stage.stage.execution_type == ExecutionType.DIFFUSION
-    }
+    data["placements"] = {}
+    for stage in config.stages:
+        if stage.stage.execution_type == ExecutionType.DIFFUSION:
+            facts = facts_for(stage, args)
+            made = _placement(stage, args, facts, _pipeline_plan(stage, facts))
+            data["placements"][str(stage.stage_id)] = placement_data(made)
     return data
 
 

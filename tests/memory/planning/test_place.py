@@ -141,6 +141,9 @@ def test_refusals_before_anything_is_loaded():
         )
     made = plan_placement(planned("qwen_image"), stage_of("qwen_image"), facts, SHAPE)
     assert made.strategy == "none"
+    tight = replace(stage_of("qwen_image"), memory_budget_gib=0.0001)
+    with pytest.raises(ConfigurationError, match="nearest that works: memory_budget_gib"):
+        plan_placement(planned("qwen_image"), tight, facts, SHAPE)
 
 
 def test_model_level_swaps_encoders_and_denoisers():

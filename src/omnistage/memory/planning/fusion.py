@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-INPLACE = False
 MOST_READS = 4
 """What would be computed more than once from more than this many tensors is kept instead
 (inductor's `realize_reads_threshold`)."""
@@ -58,7 +57,7 @@ class _Block:
                 if storage not in self._kept or self._makers[storage][0] != place:
                     continue
                 over = next((one for one in free if self._nbytes[one] == nbytes), None)
-                if INPLACE and step.is_pointwise and over is not None:
+                if step.is_pointwise and over is not None:
                     free.remove(over)
                 else:
                     live += nbytes

@@ -60,8 +60,7 @@ def plan_placement(
     problem = problem_of(survey, stage, device_facts, measured_s or {})
     made = choose(problem)
     if isinstance(made, Refusal):
-        free = problem.constraints.strategies == FREE_STRATEGIES
-        error = ConfigurationError if free else UnsupportedCombinationError
+        error = UnsupportedCombinationError if problem.is_asked else ConfigurationError
         raise error(f"{pipeline_plan.pipeline_class.__name__} at {shape}: {made.message}")
     return _placement(problem, made, survey)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from omnistage.memory.plan import gib
 from omnistage.memory.planning.choose import Choice
-from omnistage.memory.planning.refusal import FREE_STRATEGIES, Problem
+from omnistage.memory.planning.refusal import Problem
 from omnistage.memory.planning.work import PHASES
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ WHAT = {
 def reasons_for(problem: Problem, choice: Choice, survey: PipelineSurvey) -> tuple[str, ...]:
     """The decision first."""
     chosen, budget = choice.candidate, problem.budget
-    asked = problem.constraints.strategies != FREE_STRATEGIES
+    asked = problem.is_asked
     lines = [
         f"offload {chosen.strategy} ({'asked for' if asked else f'memory {problem.memory}'}): "
         f"{WHAT[chosen.strategy]}; {gib(chosen.peak_bytes)} of {budget} at the peak, for "

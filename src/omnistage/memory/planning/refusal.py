@@ -58,6 +58,16 @@ class Problem:
         )
 
     @property
+    def free_strategies(self) -> tuple[str, ...]:
+        """What may be chosen when nobody asks for a strategy."""
+        return FREE_STRATEGIES if self.facts.offload_unavailable_reason is None else ("none",)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody asked for a strategy."""
+        return self.constraints.strategies != self.free_strategies
+
+    @property
     def possible(self) -> list[Candidate]:
         return [one for one in self.candidates() if self.admits(one)]
 
@@ -92,7 +102,7 @@ def changed(problem: Problem, changes: Mapping[str, Any]) -> Problem:
     constraints, budget, facts = problem.constraints, problem.budget, problem.facts
     if "offload" in changes:
         wanted = changes["offload"]
-        strategies = FREE_STRATEGIES if wanted == "auto" else (wanted,)
+        strategies = problem.free_strategies if wanted == "auto" else (wanted,)
         constraints = replace(constraints, strategies=strategies)
     if "dlo_resident_layers" in changes:
         constraints = replace(constraints, resident_layers=changes["dlo_resident_layers"])
@@ -121,8 +131,8 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"dlo_resident_layers": None}
     if constraints.runtime_cache == "off":
         yield {"dlo_runtime_cache": "auto"}
-    if constraints.strategies != FREE_STRATEGIES:
-        others = [one for one in FREE_STRATEGIES if one not in constraints.strategies]
+    if problem.is_asked:
+        others = [one for one in problem.free_strategies if one not in constraints.strategies]
         yield from ({"offload": one} for one in others)
         if constraints.resident_layers is not None:
             yield from ({"offload": one, "dlo_resident_layers": None} for one in others)
@@ -152,7 +162,7 @@ def _rounded_up(nbytes: int) -> float:
 
 def _reason(problem: Problem, found: list[Candidate]) -> str:
     constraints = problem.constraints
-    asked = "" if constraints.strategies == FREE_STRATEGIES else f"offload {_asked(constraints)} "
+    asked = f"offload {_asked(constraints)} " if problem.is_asked else ""
     if not found:
         return f"{asked}{_nothing_to_do(problem)}"
     smallest = min(found, key=problem.needed_bytes)

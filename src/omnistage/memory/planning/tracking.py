@@ -97,7 +97,8 @@ class ForwardTracker:
         if self._path:
             self._steps.append(
                 Step(
-                    is_pointwise=kind == "pointwise",
+                    is_pointwise=kind == "pointwise"
+                    and not any(tensor.is_complex() for tensor in (*tensors, *_tensors(out))),
                     reads=frozenset(self._number(tensor) for tensor in tensors),
                     writes=tuple(
                         (number, self._sizes[number])
