@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +37,8 @@ from omnistage.diffusion.step_runner import StepRunner
 from omnistage.diffusion.step_setup import make_step_runner
 from omnistage.diffusion.variants import PipelineVariants
 from omnistage.diffusion.wave_runner import WaveRunner
-from omnistage.diffusion.waves import WaveRules
+from omnistage.diffusion.wave_steps import StepShares
+from omnistage.diffusion.waves import WaveRules, weights_are_gathered
 from omnistage.memory.offload.base import OffloadBackend
 from omnistage.memory.offload.execution_device import declare_execution_device
 from omnistage.memory.planning.describe import placement_data
@@ -77,6 +79,7 @@ class DiffusionExecutor:
         self._variants: PipelineVariants | None = None
         self._requests: RequestRunner | None = None
         self._steps: StepRunner | None = None
+        self._step_shares: StepShares | None = None
 
     def join(self, rendezvous: str) -> None:
         """See `JoinsRanks`."""
@@ -122,8 +125,9 @@ class DiffusionExecutor:
         """What the commands' results hold is said by their runners."""
         if self._fast_path is not None:
             self._fast_path.follow(context)
-        if self._steps is not None and self._steps.knows(command):
-            return self._guarded(lambda: self._loaded(self._steps).execute(command, context))
+        for steps in (self._steps, self._step_shares):
+            if steps is not None and steps.knows(command):
+                return self._guarded(functools.partial(steps.execute, command, context))
         if command.name == GENERATE:
             runner = self._loaded(self._requests) if self._waves is None else self._waves
             return runner.execute(command, context)
@@ -137,6 +141,8 @@ class DiffusionExecutor:
         raise InvalidRequestError(f"a diffusion stage has no control call {method!r}")
 
     def close(self) -> None:
+        if self._step_shares is not None:
+            self._step_shares.close()
         if self._steps is not None:
             self._steps.close()
         if self._fast_path is not None:
@@ -145,6 +151,7 @@ class DiffusionExecutor:
         if self._offload is not None:
             self._offload.disable()
         self._variants = self._requests = self._steps = self._fast_path = self._waves = None
+        self._step_shares = None
         self._unshare()
         if self._groups is not None:
             self._groups.close()
@@ -177,6 +184,7 @@ class DiffusionExecutor:
             self._steps = make_step_runner(
                 stage, self._options, self._variants, self._fast_path, self._platform, self._device
             )
+            self._step_shares = self._make_step_shares(self._steps)
         else:
             self._requests = RequestRunner(
                 self._variants,
@@ -208,6 +216,21 @@ class DiffusionExecutor:
         if self._topology.world_size == 1:
             return None
         return WaveRunner(runner, self._groups, WaveRules.of(self._stage))
+
+    def _make_step_shares(self, runner: StepRunner) -> StepShares | None:
+        assert self._groups is not None
+        assert self._fast_path is not None
+        assert self._fast_path.family is not None
+        if self._topology.world_size == 1:
+            return None
+        return StepShares(
+            runner,
+            self._groups,
+            WaveRules.of(self._stage),
+            self._fast_path.family.module,
+            gathered=weights_are_gathered(self._stage),
+            free_memory=lambda: self._platform.empty_cache(self._device),
+        )
 
     def _guarded(self, run: Callable[[], StageData]) -> StageData:
         """Errors as ours, holding no tensors; memory back to the device when it ran short."""

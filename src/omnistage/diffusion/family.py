@@ -8,6 +8,7 @@ the runtime's. Parity with the pipeline's own call is the family's test.
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,8 @@ class StepFamily(ABC):
         self.pipeline: Any = pipeline
         self.denoiser = denoiser or _plain_call(self.module)
         self.in_one_batch = True
+        self.joins_lengths = True
+        """Whether rows may share a forward whose conditions differ in length."""
         self._batches: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @property
@@ -185,12 +188,25 @@ class StepFamily(ABC):
                 ),
                 key=lambda part: _lengths(states[part[0]].branches[part[1]]),
             )
-            outputs = self._forward([(states[index], branch) for index, branch in parts])
-            predicted |= dict(zip(parts, outputs, strict=True))
+            for together in self._forwards(states, parts):
+                outputs = self._forward([(states[index], branch) for index, branch in together])
+                predicted |= dict(zip(together, outputs, strict=True))
         return [
             self.guide(state, [predicted[index, branch] for branch in range(len(state.branches))])
             for index, state in enumerate(states)
         ]
+
+    def _forwards(
+        self, states: Sequence[StepRequestState], parts: Sequence[tuple[int, int]]
+    ) -> list[list[tuple[int, int]]]:
+        """`parts`, (index, branch) sorted by length, as those that may share a forward."""
+        if self.joins_lengths:
+            return [list(parts)] if parts else []
+
+        def lengths(part: tuple[int, int]) -> tuple[int, ...]:
+            return _lengths(states[part[0]].branches[part[1]])
+
+        return [list(group) for _, group in itertools.groupby(parts, lengths)]
 
     def _forward(self, parts: Sequence[tuple[StepRequestState, int]]) -> Sequence[torch.Tensor]:
         """The prediction of each (request, branch)."""
@@ -201,6 +217,10 @@ class StepFamily(ABC):
         moving = self.moving_inputs(latents, timesteps)
         predicted = self.denoiser(**self._static(parts), **moving)
         return predicted.split([state.num_outputs for state, _ in parts])
+
+    def pass_once(self, state: StepRequestState) -> None:
+        """One pass of the denoiser, on behalf of a request that is not moved by it."""
+        self._forward([(state, 0)])
 
     def step_scheduler(self, state: StepRequestState, prediction: torch.Tensor) -> None:
         """Move a request one step on: the only place where its latents and its index change."""

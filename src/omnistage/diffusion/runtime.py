@@ -14,8 +14,9 @@ from omnistage.diffusion.offloading import check_offload
 from omnistage.diffusion.options import DiffusionOptions, read_options, runs_steps
 from omnistage.diffusion.queue import WaitingQueue
 from omnistage.diffusion.request_scheduler import RequestScheduler
+from omnistage.diffusion.step_lanes import LaneScheduler
 from omnistage.diffusion.step_scheduler import StepScheduler
-from omnistage.diffusion.waves import WaveRules, require_steps
+from omnistage.diffusion.waves import WaveRules, ranks_of_shares, require_steps
 from omnistage.parallel.groups import refuse_missing
 from omnistage.parallel.topology import Topology
 from omnistage.quantization.config import resolve_quantization
@@ -119,7 +120,9 @@ def request_scheduler(stage: ResolvedStage, options: DiffusionOptions) -> Reques
     )
 
 
-def step_scheduler(stage: ResolvedStage, options: DiffusionOptions) -> StepScheduler:
+def step_scheduler(
+    stage: ResolvedStage, options: DiffusionOptions
+) -> StepScheduler | LaneScheduler:
     queue = WaitingQueue(
         capacity=options.max_queued_requests,
         defaults=stage.default_sampling_params,
@@ -127,11 +130,24 @@ def step_scheduler(stage: ResolvedStage, options: DiffusionOptions) -> StepSched
         clock=time.monotonic,
         check=allow_previews if stage.diffusion_streaming_output else refuse_previews,
     )
-    return StepScheduler(
+    ranks = ranks_of_shares(stage)
+    lanes = [
+        StepScheduler(
+            queue,
+            max_num_seqs=stage.max_num_seqs,
+            max_shapes=options.max_batch_shapes,
+            max_overtakes=options.max_overtakes,
+        )
+        for _ in ranks
+    ]
+    if stage.parallel.world_size == 1:
+        return lanes[0]
+    return LaneScheduler(
         queue,
-        max_num_seqs=stage.max_num_seqs,
-        max_shapes=options.max_batch_shapes,
-        max_overtakes=options.max_overtakes,
+        lanes,
+        ranks,
+        one_kind=WaveRules.of(stage).synchronized,
+        limits_s=stage.operation_limits_s,
     )
 
 
@@ -151,13 +167,9 @@ def refuse_previews(params: OmniDiffusionSamplingParams) -> None:
 def _check_ranks(stage: ResolvedStage) -> None:
     topology = Topology.of(stage.parallel)
     refuse_missing(topology)
-    ranks = topology.world_size
-    if topology.size("rank") > 1:
+    ranks = topology.size("rank")
+    if ranks > 1:
         raise UnsupportedCombinationError(
             f"--rank-parallel-size {ranks}: a diffusion stage divides no work by itself; use "
             "--data-parallel-size or --sequence-parallel-size"
-        )
-    if ranks > 1 and runs_steps(stage):
-        raise UnsupportedCombinationError(
-            f"step_execution on {ranks} ranks is not there yet; leave it out, or use one rank"
         )

@@ -26,6 +26,8 @@ from omnistage.diffusion.step_wave import StepWave, shape_of
 if TYPE_CHECKING:
     import torch
 
+    from omnistage.diffusion.wave_passes import Passes
+
 
 class StepRunner:
     """What one request is to blame for is its own part of a command's result. What may be due to
@@ -63,6 +65,21 @@ class StepRunner:
         cancelled = context.checkpoint()
         with torch.no_grad():
             return self._commands[command.name](command, context, cancelled)
+
+    def take_together(self, passes: Passes) -> None:
+        """From now on passes of the denoiser are made as `passes` says."""
+        self._wave.passes = passes
+
+    def spare_pass(self) -> None:
+        """One pass of the denoiser that moves nobody."""
+        import torch
+
+        going = (one for one in self._states.values() if one.step_index < one.total_steps)
+        state = next(going, None)
+        if state is None:
+            raise InternalError("no request is here that a spare pass could be made for")
+        with torch.no_grad():
+            self._family.pass_once(state)
 
     def release(self, key: RequestKey) -> None:
         if self._states.pop(key, None) is not None:

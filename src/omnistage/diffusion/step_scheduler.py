@@ -81,13 +81,21 @@ class StepScheduler:
     # choosing ---------------------------------------------------------------------------------
 
     def next_command(self) -> Command | None:
-        """What frees or fills places comes first: decode, previews, encode; then a step. Between
-        two encodings those that denoise take a step, however many arrive."""
+        self.keep_limits()
+        self.admit()
+        choice = self.choice()
+        return None if choice is None else self.begin(*choice)
+
+    def keep_limits(self) -> None:
+        """Forget what was learnt of shapes of which nobody is here."""
         if self._active:  # None is the shape of all that are not encoded yet
             self._limits.keep({None, *(one.batch_key for one in self._active.values())})
         else:
             self._limits.keep(())
-        self._admit()
+
+    def choice(self) -> tuple[str, list[ActiveRequest]] | None:
+        """What frees or fills places comes first: decode, previews, encode; then a step. Between
+        two encodings those that denoise take a step, however many arrive."""
         active = list(self._active.values())
         encoding = [one for one in active if one.phase is Phase.ENCODE]
         denoising = [one for one in active if one.phase is Phase.DENOISE]
@@ -98,19 +106,37 @@ class StepScheduler:
             (STEP, denoising),
         ):
             if due:
-                if name in (ENCODE, STEP):
-                    self._just_encoded = name == ENCODE
-                return _command(name, self._wave(name, due))
+                return name, self._wave(name, due)
         return None
 
-    def _admit(self) -> None:
+    def begin(self, name: str, wave: Sequence[ActiveRequest]) -> Command:
+        """The command of a `choice`, which is to be carried out."""
+        if name in (ENCODE, STEP):
+            self._just_encoded = name == ENCODE
+        return _command(name, wave)
+
+    def admit(self, most: int | None = None) -> int:
+        """Take in as many as there are places for, and no more than `most`; returns how many."""
         holding = [one for one in self._active.values() if one.holds_place]
         places = self.max_num_seqs - len(holding)
+        places = places if most is None else min(places, most)
         if places <= 0 or not len(self.queue):
-            return
+            return 0
         shapes = {one.entry.batch_key for one in holding}
-        for entry in self.queue.take(self._admissible(places, shapes)):
+        admitted = self.queue.take(self._admissible(places, shapes))
+        for entry in admitted:
             self._active[entry.key] = ActiveRequest(entry, work_before=self._work_done)
+        return len(admitted)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many are here, and the work of the steps that they have to take."""
+        active = self._active.values()
+        left = (one.cost * max(0, one.total_steps - one.step) for one in active)
+        return sum(one.holds_place for one in active), sum(left)
+
+    def holds(self, key: RequestKey) -> bool:
+        return key in self._active
 
     def _admissible(self, places: int, shapes: set[Hashable]) -> list[QueuedRequest]:
         """The first that fit. Those who come after one that does not fit overtake it: they are no

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from omnistage.contracts.errors import OmniError, OutOfMemoryError
+from omnistage.contracts.errors import OmniError, OutOfMemoryError, StageLostError
 from omnistage.diffusion.failures import classify
 from omnistage.diffusion.family import StepFamily, StepRequestState
 from omnistage.observability.logging import get_logger
@@ -14,15 +14,18 @@ from omnistage.observability.logging import get_logger
 if TYPE_CHECKING:
     import torch
 
+    from omnistage.diffusion.wave_passes import Passes
+
 logger = get_logger(__name__)
 
 
 class StepWave:
     """Guidance branches that do not fit together, not even of one request, are computed one after
     the other, as long as any request of that shape is here. `free_memory` gives unused memory back
-    to the device."""
+    to the device. `passes`: those of the denoiser are made together with other ranks."""
 
     def __init__(self, family: StepFamily, free_memory: Callable[[], None]) -> None:
+        self.passes: Passes | None = None
         self._family = family
         self._free_memory = free_memory
         self._branch_by_branch: set[str] = set()
@@ -32,7 +35,7 @@ class StepWave:
 
         When it raises, each request has moved or has not: its `step_index` tells.
         """
-        predictions = self._predict([state for state, _ in wave])
+        predictions = self._taken([state for state, _ in wave])
         for (state, keep_clean), prediction in zip(wave, predictions, strict=True):
             clean = self._family.predict_clean(state, prediction) if keep_clean else None
             with unchanged_on_failure(state.scheduler):
@@ -43,6 +46,13 @@ class StepWave:
         """Try the branches of all other shapes together again, when they come."""
         if self._branch_by_branch:
             self._branch_by_branch &= set(shapes)
+
+    def _taken(self, states: Sequence[StepRequestState]) -> list[torch.Tensor]:
+        if self.passes is None:
+            return self._predict(states)
+        return self.passes.take(
+            lambda: self._predict(states), lambda: self._family.pass_once(states[0])
+        )
 
     def _predict(self, states: Sequence[StepRequestState]) -> list[torch.Tensor]:
         shape = shape_of(states[0])
@@ -55,7 +65,7 @@ class StepWave:
         except Exception as error:
             failure = _meaning(error, states[0])
         divisible = self._family.in_one_batch and len(states[0].branches) > 1
-        if not (isinstance(failure, OutOfMemoryError) and divisible):
+        if not self._is_tried_again(failure, isinstance(failure, OutOfMemoryError) and divisible):
             raise failure
         self._free_memory()
         logger.warning(
@@ -66,6 +76,11 @@ class StepWave:
         )
         self._branch_by_branch.add(shape)
         return self._apart(states)
+
+    def _is_tried_again(self, failure: OmniError, wish: bool) -> bool:
+        if self.passes is None or isinstance(failure, StageLostError):
+            return wish
+        return self.passes.agree_to_retry(wish)
 
     def _apart(self, states: Sequence[StepRequestState]) -> list[torch.Tensor]:
         before, self._family.in_one_batch = self._family.in_one_batch, False

@@ -49,6 +49,17 @@ class WaveRules:
         )
 
 
+def ranks_of_shares(stage: ResolvedStage) -> list[list[int]]:
+    """The ranks at each place of the data dimension, which serve the same requests; the first of
+    them leads."""
+    topology = Topology.of(stage.parallel)
+    places = [topology.coordinates(rank)["data"] for rank in range(topology.world_size)]
+    return [
+        [rank for rank, place in enumerate(places) if place == share]
+        for share in range(topology.size("data"))
+    ]
+
+
 def weights_are_gathered(stage: ResolvedStage) -> bool:
     """Whether each rank holds a share of the weights, so that every forward is a collective: the
     rule that stage settings alone decide, for who has no weights in view."""

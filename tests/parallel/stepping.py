@@ -1,0 +1,38 @@
+"""Stages of several ranks in step mode, and what one process makes of the same requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnistage.config.resolved import ParallelConfig, ResolvedStage
+from omnistage.contracts.tensors import host_tensor
+from omnistage.models.registry import find_pipeline
+from tests.checkpoints import checkpoint
+from tests.diffusion.crowd import Crowd
+from tests.diffusion.driver import diffusion_request, diffusion_stage
+
+SIZE = {"height": 32, "width": 32, "output_type": "np"}
+
+
+def step_stage(family: str, parallel: ParallelConfig, **changes: Any) -> ResolvedStage:
+    folder = checkpoint(family)
+    return diffusion_stage(
+        folder,
+        parallel=parallel,
+        devices=("cpu",) * parallel.world_size,
+        **{
+            "options": find_pipeline(str(folder)).pipeline.options.get(0, {}),
+            "step_execution": True,
+            "diffusion_streaming_output": True,
+            "max_num_seqs": 3,
+            **changes,
+        },
+    )
+
+
+def pixels(answer: Any) -> Any:
+    return host_tensor(answer.tensors["images"]).numpy()
+
+
+def alone(crowd: Crowd, name: str, prompt: str, **params: Any) -> Any:
+    return pixels(crowd.alone(diffusion_request(prompt, request_id=name, **params)))
