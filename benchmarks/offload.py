@@ -4,9 +4,9 @@ and how long set-up and start take, beside diffusers' group offload in the same 
     python benchmarks/offload.py --save benchmarks/results/offload.json
 
 The floor of a step is `T* = max(T_resident, streamed_bytes / link)`, both measured in the run.
-Weights are random, written to `--folder` from the device (41 GB; in memory by default, where a page
-cache would be). `--tiny` tries all of it on a CPU that plays a device. Prints one JSON object; `met`
-says whether every target is.
+Weights are random, written to `--folder` from the device (41 GB; in memory by default, where a
+page cache would be). `--tiny` tries all of it on a CPU that plays a device. Prints one JSON object;
+`met` says whether every target is.
 """
 
 from __future__ import annotations

@@ -19,11 +19,14 @@ MOST_READS = 4
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operation. Storages are numbers; `writes` has their bytes as well. `is_pointwise`: it can
-    be fused. `borrowed_bytes` it takes while it runs."""
+    be fused. `moved` are those of `reads` whose elements end up at other places (parts, joined or
+    repeated tensors), so that no kernel may write over them. `borrowed_bytes` it takes while it
+    runs."""
 
     is_pointwise: bool
     reads: frozenset[int]
     writes: tuple[tuple[int, int], ...]
+    moved: frozenset[int] = frozenset()
     borrowed_bytes: int = 0
 
 
@@ -46,6 +49,8 @@ class _Block:
             for storage in step.reads:
                 self._readers[storage].append(place)
         self._sources: dict[int, frozenset[int]] = {}
+        self._moved: dict[int, frozenset[int]] = {}
+        self._written_from: dict[int, frozenset[int]] = {}
         self._kept = self._find_kept()
         self._last_use = self._find_last_uses()
 
@@ -56,7 +61,7 @@ class _Block:
             for storage, nbytes in step.writes:
                 if storage not in self._kept or self._makers[storage][0] != place:
                     continue
-                over = next((one for one in free if self._nbytes[one] == nbytes), None)
+                over = next((one for one in free if self._gives_way(one, storage, nbytes)), None)
                 if step.is_pointwise and over is not None:
                     free.remove(over)
                 else:
@@ -72,13 +77,14 @@ class _Block:
             fused = all(self._steps[place].is_pointwise for place in self._makers[storage])
             readers = [p for p in self._readers[storage] if p not in self._makers[storage]]
             needed = any(not self._steps[place].is_pointwise for place in readers)
-            sources = self._sources_of(storage)
+            sources, moved = self._sources_of(storage), self._moved_for(storage)
             costly = len(readers) > 1 and len(sources) > MOST_READS
             if not fused or needed or costly or storage in self._leaving:
                 kept.add(storage)
                 self._sources[storage] = frozenset((storage,))
+                self._written_from[storage] = moved
             else:
-                self._sources[storage] = sources
+                self._sources[storage], self._moved[storage] = sources, moved
         return kept
 
     def _sources_of(self, storage: int) -> frozenset[int]:
@@ -86,6 +92,20 @@ class _Block:
         reads = {one for place in self._makers[storage] for one in self._steps[place].reads}
         found = [self._sources.get(one, frozenset((one,))) for one in reads - {storage}]
         return frozenset().union(*found)
+
+    def _moved_for(self, storage: int) -> frozenset[int]:
+        """Those of its sources whose elements end up at other places."""
+        found: set[int] = set()
+        for place in self._makers[storage]:
+            step = self._steps[place]
+            for read in step.reads - {storage}:
+                if read in step.moved:
+                    found |= self._sources.get(read, frozenset((read,)))
+                found |= self._moved.get(read, frozenset())
+        return frozenset(found)
+
+    def _gives_way(self, freed: int, storage: int, nbytes: int) -> bool:
+        return self._nbytes[freed] == nbytes and freed not in self._written_from[storage]
 
     def _find_last_uses(self) -> dict[int, int]:
         last: dict[int, int] = {}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from omnistage.memory.host.seams import BlockTransform
     from omnistage.memory.pipeline_plan import PipelinePlan
     from omnistage.memory.planning.signatures import OpSignature
-    from omnistage.memory.planning.survey import PipelineSurvey
+    from omnistage.memory.planning.survey import PipelineSurvey, Survey
 
 
 PART_ORDER = ("denoisers", "encoders", "autoencoders")
@@ -128,7 +128,7 @@ def _work(
     facts: DeviceFacts,
     measured_s: Mapping[OpSignature, float],
 ) -> ComponentWork:
-    from omnistage.memory.planning.times import COMPILED_ACTIVATIONS, OpTimes
+    from omnistage.memory.planning.times import OpTimes
 
     one = survey.components[name]
     compiled = one.phase == "denoise" and compiles(stage, facts)
@@ -142,7 +142,7 @@ def _work(
     return ComponentWork(
         component=name,
         phase=one.phase,
-        activation_bytes=int(one.activation_bytes * (COMPILED_ACTIVATIONS if compiled else 1.0)),
+        activation_bytes=_activation_bytes(one, compiled),
         block_s={path: max(blocks_s[path], times.host_s(ops[path])) for path in ops},
         rest_s=max(rest_s, times.host_s(rest, is_block=False)),
         captured_s=sum(blocks_s.values()) + rest_s if captured else None,
@@ -156,6 +156,15 @@ def compiles(stage: ResolvedStage, facts: DeviceFacts) -> bool:
     """Whether the stage compiles the blocks of its denoiser."""
     has_family = stage.options.get("step_family") is not None
     return has_family and not stage.enforce_eager and facts.device != "cpu"
+
+
+def _activation_bytes(one: Survey, compiled: bool) -> int:
+    from omnistage.memory.planning.times import COMPILED_ACTIVATIONS
+
+    if one.profile is None or not compiled:
+        return one.activation_bytes
+    compiled_bytes = int(one.profile.compiled_activation_bytes * COMPILED_ACTIVATIONS)
+    return min(one.activation_bytes, compiled_bytes)
 
 
 def _placement(problem: Problem, choice: Choice, survey: PipelineSurvey) -> Placement:

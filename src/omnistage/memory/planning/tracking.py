@@ -105,6 +105,9 @@ class ForwardTracker:
                         for number in map(self._number, _tensors(out))
                         if number >= self._first_number
                     ),
+                    moved=frozenset(
+                        self._number(tensor) for tensor in tensors if _moves(tensor, _tensors(out))
+                    ),
                     borrowed_bytes=self._borrowed_bytes,
                 )
             )
@@ -231,6 +234,12 @@ def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, int]:
         return "pointwise", 0
     kind = "convolution" if "conv" in str(func) else "matmul"
     return kind, int(counter(*args, **kwargs, out_val=out))
+
+
+def _moves(tensor: torch.Tensor, made: list[torch.Tensor]) -> bool:
+    """Whether its elements, some of a storage or joined with others, change their places."""
+    is_part = tensor.nbytes < tensor.untyped_storage().nbytes()
+    return is_part or any(one.numel() > tensor.numel() for one in made)
 
 
 def _is_free(func: Any) -> bool:
