@@ -110,6 +110,22 @@ def test_numbers_are_what_they_were(platform, limit_bytes):
     assert platform.locked_bytes == 0
 
 
+@pytest.mark.invariant("MODEL-OFFLOAD-INV-004")
+@pytest.mark.parametrize("inside", [True, False])
+def test_whoever_enables_and_disables_may_be_in_inference_mode(platform, inside):
+    parts = pipeline()
+    expected = generate(parts)
+    backend = make_backend(placement(), {}, platform, "cpu")
+    with torch.inference_mode(inside):
+        backend.enable(parts)
+    assert torch.equal(generate(parts), expected)
+    with torch.inference_mode(inside):
+        backend.disable()
+    tensors = [one for part in parts.components.values() for one in part.parameters()]
+    assert not any(one.is_inference() for one in tensors)
+    assert torch.equal(generate(parts), expected)
+
+
 @pytest.mark.invariant("MODEL-OFFLOAD-INV-001")
 def test_a_forgotten_wait_is_seen(platform):
     parts = pipeline()

@@ -94,13 +94,15 @@ class ModelLevelOffload:
     def enable(self, pipeline: Any) -> None:
         """Also raises the device's out of memory, and `StageLostError` when page locks cannot be
         taken back."""
+        import torch
+
         self._check_free()
         delegated = isinstance(pipeline, DelegatesOffload)
         chosen = self._chosen(pipeline)
         if not delegated:
             _check_exclusive(type(pipeline).__name__, chosen)
         modules = named_components(pipeline) | find_components(pipeline).all()
-        with ExitStack() as undo:
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
             undo.callback(claim(modules, self.name))
             if delegated:
                 kept = {id(tensor) for _, tensor in tensors_of(m for m, _ in chosen.values())}
@@ -118,9 +120,12 @@ class ModelLevelOffload:
             self._undo = undo.pop_all()
 
     def disable(self) -> None:
+        import torch
+
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.close()
+            with torch.inference_mode(False), torch.no_grad():
+                undo.close()
 
     def refresh(self) -> None:
         """Weights were written to where they are now (adapters fused): the host gets them too."""

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class MovedTensors:
-    """What was moved, and from where. Tensors that share memory exactly share it afterwards."""
+    """What was moved, and from where. Tensors that share memory exactly share it afterwards. Callers
+    may be in inference mode, whose tensors cannot take the place of others."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -59,8 +60,11 @@ def tensors_of(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.
 
 
 def _place(tensor: torch.Tensor, device: torch.device, copies: dict[object, torch.Tensor]) -> None:
+    import torch
+
     layout = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     key = layout if tensor.numel() else id(tensor)
-    if key not in copies:
-        copies[key] = tensor.data.to(device)
-    tensor.data = copies[key]
+    with torch.inference_mode(False), torch.no_grad():
+        if key not in copies:
+            copies[key] = tensor.data.to(device)
+        tensor.data = copies[key]
