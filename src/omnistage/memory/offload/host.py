@@ -90,6 +90,10 @@ class HostWeights(Protocol):
     def is_page_locked(self) -> bool:
         """Whether the device can copy from the pieces without staging."""
 
+    @property
+    def locked_bytes(self) -> int:
+        """Whole pages; 0 when not locked."""
+
     def page_lock(self, platform: Platform, device: str, limit_bytes: int | None) -> bool:
         """Page-lock all of it or nothing. False when it would take more than `limit_bytes` (None:
         no limit) or the platform refuses; then nothing is locked. Raises `StageLostError` when

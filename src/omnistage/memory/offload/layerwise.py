@@ -201,8 +201,7 @@ class LayerwiseOffload:
                 self._platform, self._device, left_bytes
             )
             if locked and left_bytes is not None:
-                taken_bytes = sum(block.copied_bytes for block in weights.blocks.values())
-                left_bytes = max(0, left_bytes - taken_bytes)
+                left_bytes = max(0, left_bytes - weights.locked_bytes)
 
 
 def _described(weights: HostWeights, blocks: Sequence[HostBlock]) -> dict[str, Any]:
