@@ -153,3 +153,14 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         store.publish(KEY, layouts(), interrupted(), facts())
     assert left_behind(tmp_path) == []
     publish(store).close()
+
+
+@pytest.mark.invariant("CACHE-INV-007")
+def test_files_of_others_beside_entries_are_in_nobodys_way(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path / "store", limit_bytes=int(entry_bytes(tmp_path) * 1.5))
+    publish(store).close()
+    stray = store.folders.entries / ".DS_Store"
+    stray.touch()
+    publish(store, KEYS[1], seed=1).close()
+    assert len(states(store.folders)) == 1
+    assert stray.exists()

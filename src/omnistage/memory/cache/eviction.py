@@ -34,6 +34,8 @@ def states(folders: StoreFolders) -> list[EntryState]:
     """All entries, the least recently used first. Reads no weights."""
     found = []
     for folder in folders.entries.glob("*"):
+        if not folder.is_dir():  # not ours: a file browser's, a network file system's
+            continue
         try:
             found.append(_state(folder))
         except FileNotFoundError:  # removed by another process meanwhile

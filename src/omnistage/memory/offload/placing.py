@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class MovedTensors:
-    """What was moved, and from where. Tensors that share memory exactly share it afterwards. Callers
-    may be in inference mode, whose tensors cannot take the place of others."""
+    """What was moved, and from where. Tensors that share memory exactly share it afterwards. Who
+    moves them may be in inference mode; they do not become its tensors."""
 
     def __init__(self, device: str) -> None:
         import torch
