@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from omnistage.config.resolved import ParallelConfig, ResolvedStage
+from omnistage.contracts.payloads import StageData
 from omnistage.contracts.tensors import host_tensor
 from omnistage.models.registry import find_pipeline
 from tests.checkpoints import checkpoint
 from tests.diffusion.crowd import Crowd
 from tests.diffusion.driver import diffusion_request, diffusion_stage
+from tests.parallel.bench import ReplicaBench
 
 SIZE = {"height": 32, "width": 32, "output_type": "np"}
 
@@ -36,3 +38,22 @@ def pixels(answer: Any) -> Any:
 
 def alone(crowd: Crowd, name: str, prompt: str, **params: Any) -> Any:
     return pixels(crowd.alone(diffusion_request(prompt, request_id=name, **params)))
+
+
+def finals(bench: ReplicaBench, count: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The next `count` ends (see `ReplicaBench.answers`), and the previews that came before."""
+    ends: dict[str, Any] = {}
+    previews: dict[str, list[Any]] = {}
+    while len(ends) < count:
+        ((name, answer),) = bench.answers(1).items()
+        if isinstance(answer, StageData) and "partial_image_index" in answer.fields:
+            previews.setdefault(name, []).append(answer)
+        else:
+            ends[name] = answer
+    return ends, previews
+
+
+def places(bench: ReplicaBench) -> dict[str, int]:
+    """Which lane serves each request that is at the stage now."""
+    lanes = bench.replica._scheduler.lanes
+    return {key[0]: place for place, lane in enumerate(lanes) for key in lane._active}

@@ -7,19 +7,19 @@ import time
 
 import pytest
 
+from omnistage.config.resolved import ParallelConfig
 from omnistage.contracts.errors import StageLostError
 from tests.parallel.bench import serving
 from tests.parallel.gathering import gathering_stage
+from tests.parallel.step_faults import faulty_stage
 
 SIZE = {"height": 32, "width": 32, "output_type": "np"}
 LOST_WITHIN_S = 25.0
 """Two deadlines of five seconds, the end of the processes, and a slow machine."""
 
 
-@pytest.mark.invariant("PARALLEL-INV-006")
-@pytest.mark.parametrize("what", ["break:1", "die:1", "hang:1", "break:0"])
-def test_a_rank_lost_inside_a_step_ends_the_replica(what):
-    with serving(gathering_stage()) as bench:
+def ends_in_time(stage, what):
+    with serving(stage) as bench:
         bench.submit("a", what, seed=1, num_inference_steps=2, **SIZE)
         started = time.monotonic()
         with pytest.raises(StageLostError):
@@ -28,3 +28,18 @@ def test_a_rank_lost_inside_a_step_ends_the_replica(what):
         (pid,) = bench.ready.rank_pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.invariant("PARALLEL-INV-006")
+@pytest.mark.parametrize("what", ["break:1", "die:1", "hang:1", "break:0"])
+def test_a_rank_lost_inside_a_step_ends_the_replica(what):
+    ends_in_time(gathering_stage(), what)
+
+
+@pytest.mark.invariant("PARALLEL-INV-006")
+@pytest.mark.parametrize(
+    ("name", "what"), [("data", "break:1"), ("data", "die:1"), ("sequence", "break:0")]
+)
+def test_so_it_does_in_step_mode(name, what):
+    parallel = ParallelConfig(**{f"{name}_parallel_size": 2})
+    ends_in_time(faulty_stage(parallel, offload="distributed-layerwise"), what)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from omnistage.config.resolved import ParallelConfig
-from omnistage.contracts.errors import InvalidRequestError
+from omnistage.contracts.errors import InvalidRequestError, OutOfMemoryError
 from tests.diffusion.crowd import Crowd
 from tests.parallel.bench import serving
-from tests.parallel.stepping import SIZE, alone, pixels, step_stage
+from tests.parallel.step_faults import faulty_stage
+from tests.parallel.stepping import SIZE, alone, finals, pixels, step_stage
 
 ROUNDING = 1e-5
 """Heads are summed in another order; pixels are in [0, 1]."""
@@ -37,3 +38,50 @@ def test_steps_of_a_shared_sequence_give_the_same_pictures(family):
         expected = alone(crowd, name, prompt, **{**SIZE, **params})
         assert expected.std() > 0.05
         assert np.abs(pixels(answers[name]) - expected).max() < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    return Crowd("flux", step_execution=True)
+
+
+@pytest.fixture(params=["gathered", "whole"], scope="module")
+def bench(request):
+    """Ranks that also gather their weights, and those that have all of them."""
+    offload = {"gathered": "distributed-layerwise", "whole": "none"}[request.param]
+    stage = faulty_stage(ParallelConfig(sequence_parallel_size=2), offload=offload)
+    with serving(stage) as bench:
+        yield bench
+
+
+@pytest.mark.invariant("PARALLEL-INV-003")
+@pytest.mark.parametrize("what", ["fail:0", "fail:1", "break:all"])
+def test_a_fault_ends_its_own_request_only(bench, crowd, what):
+    params = {"seed": 4, "num_inference_steps": 4, **SIZE}
+    for name, prompt in {"faulty": what, "sound": "a red cat"}.items():
+        bench.submit(name, prompt, **params)
+    answers, _ = finals(bench, 2)
+    assert isinstance(answers["faulty"], OutOfMemoryError)
+    expected = alone(crowd, "sound", "a red cat", **params)
+    assert np.abs(pixels(answers["sound"]) - expected).max() < ROUNDING
+
+
+@pytest.mark.invariant("PARALLEL-INV-003")
+def test_branches_that_do_not_fit_are_computed_apart_by_all(bench, crowd):
+    params = {"seed": 5, "num_inference_steps": 2, **SIZE, **GUIDED}
+    bench.submit("a", "large:all", **params)
+    expected = alone(crowd, "a", "large:all", **params)
+    assert np.abs(pixels(finals(bench, 1)[0]["a"]) - expected).max() < ROUNDING
+
+
+@pytest.mark.invariant("PARALLEL-INV-003")
+def test_a_cancelled_request_leaves_the_others_in_step(bench, crowd):
+    params = {"seed": 6, "num_inference_steps": 40, **SIZE}
+    leaving = bench.submit("leaving", **params)
+    bench.submit("staying", **params)
+    bench.until_step("staying", 5)
+    bench.abort(leaving)
+    answers, _ = finals(bench, 2)
+    assert answers["leaving"] is None
+    expected = alone(crowd, "staying", "a red cat", **params)
+    assert np.abs(pixels(answers["staying"]) - expected).max() < ROUNDING

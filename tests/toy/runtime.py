@@ -191,7 +191,8 @@ class ToyExecutor:
                 continue
             if identity.key not in cancelled:
                 self._misbehave(piece)
-            context.progress(identity, piece["index"] + 1, piece["index"] + 1)
+            if context.rank == 0:
+                context.progress(identity, piece["index"] + 1, piece["index"] + 1)
             prefix = f"{i}."
             for name, value in command.data.tensors.items():
                 if name.startswith(prefix):

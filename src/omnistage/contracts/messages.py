@@ -252,6 +252,14 @@ class RankResult(Message, frozen=True, kw_only=True, tag="rank_result"):
     error: ErrorRecord | None = None
 
 
+class RankProgress(Message, frozen=True, kw_only=True, tag="rank_progress"):
+    """How far the command that this rank carries out is with one child, before its result."""
+
+    identity: RequestIdentity
+    step: int
+    total_steps: int
+
+
 class RankRelease(Message, frozen=True, kw_only=True, tag="rank_release"):
     """Forget this child's state."""
 
@@ -279,4 +287,4 @@ FromReplica = (
     | Stopped
 )
 ToRank = RankLoad | RankCommand | RankVerdict | RankRelease | RankStop
-FromRank = RankHello | RankResult
+FromRank = RankHello | RankProgress | RankResult

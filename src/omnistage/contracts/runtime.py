@@ -81,7 +81,8 @@ class ExecutionContext(Protocol):
         """
 
     def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
-        """Report progress (rank 0 only; ignored elsewhere). Never blocks."""
+        """Report progress, on one of the ranks that work on this child. What another rank than
+        the leader's reports arrives a little later. Never blocks."""
 
     def operation(self, kind: str) -> None:
         """Name what comes next ("load", "compile", "forward", "step", "decode"): each kind has its

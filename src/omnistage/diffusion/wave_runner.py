@@ -34,6 +34,8 @@ class WaveContext:
         agreement: Agreement | None,
         own: tuple[RequestIdentity, ...],
         bound: tuple[RequestIdentity, ...],
+        *,
+        reports: bool = True,
     ) -> None:
         self.rank = context.rank
         self.world_size = context.world_size
@@ -42,6 +44,7 @@ class WaveContext:
         self._agreement = agreement
         self._own = own
         self._bound = bound
+        self._reports = reports
         self._phase = "encode"
 
     def checkpoint(self) -> frozenset[RequestKey]:
@@ -53,7 +56,7 @@ class WaveContext:
 
     def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
         """All of a synchronized wave are at the same step."""
-        if identity == self._own[0]:
+        if self._reports and identity == self._own[0]:
             for one in self._bound:
                 self._context.progress(one, step, total_steps)
 
@@ -115,7 +118,8 @@ class WaveRunner:
             return nothing()
         own = share.command.identities
         bound = command.identities if self._rules.synchronized else own
-        wave = WaveContext(context, self._agreement, own, bound)
+        reports = self._leads and (self._place == 0 or not self._rules.synchronized)
+        wave = WaveContext(context, self._agreement, own, bound, reports=reports)
         result = self._run(share.command, wave)
         return result if share.is_own and self._leads else nothing()
 

@@ -24,6 +24,7 @@ from omnistage.contracts.messages import (
     RankCommand,
     RankHello,
     RankLoad,
+    RankProgress,
     RankRelease,
     RankResult,
     RankStop,
@@ -116,7 +117,7 @@ class RankContext:
         self._cancelled = frozenset(identity.key for identity in verdict.cancelled)
 
     def progress(self, identity: RequestIdentity, step: int, total_steps: int) -> None:
-        pass
+        self._link.send(RankProgress(identity=identity, step=step, total_steps=total_steps))
 
     def operation(self, kind: str) -> None:
         self._clock.begin(kind)

@@ -26,6 +26,7 @@ from omnistage.contracts.messages import (
     RankCommand,
     RankHello,
     RankLoad,
+    RankProgress,
     RankRelease,
     RankResult,
     RankStop,
@@ -57,8 +58,10 @@ class RemoteRank:
         rank: int,
         log: LogSettings,
         on_exit: Callable[[int, int], None],
+        on_progress: Callable[[RankProgress], None],
     ) -> None:
         self.rank = rank
+        self._on_progress = on_progress
         self._decoder = MessageDecoder(FromRank)
         self._connector = InlineConnector()
         self._token = new_token()
@@ -108,8 +111,8 @@ class RemoteRank:
 
     def early_error(self, sequence: int) -> OmniError | None:
         """The error by which this rank has ended command `sequence` already, if it has."""
-        if self._early is None and self._socket.poll(0):
-            self._early = self._read_result(sequence, 0.0)
+        while self._early is None and self._socket.poll(0):
+            self._early = self._read_answer(sequence, 0.0)
         return self._early if isinstance(self._early, OmniError) else None
 
     def result(
@@ -121,7 +124,18 @@ class RemoteRank:
     def _read_result(
         self, sequence: int, limit_s: float, on_wait: Callable[[], None] = lambda: None
     ) -> StageData | OmniError:
+        while (answer := self._read_answer(sequence, limit_s, on_wait)) is None:
+            pass  # It shows life, so that the limit starts anew.
+        return answer
+
+    def _read_answer(
+        self, sequence: int, limit_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> StageData | OmniError | None:
+        """None for a report of progress, which has been passed on."""
         message, frames = self.receive(limit_s, on_wait)
+        if isinstance(message, RankProgress):
+            self._on_progress(message)
+            return None
         if not isinstance(message, RankResult) or message.sequence != sequence:
             raise InternalError(f"rank {self.rank} answered out of order: {message!r}")
         if message.error is not None:
@@ -165,13 +179,14 @@ class RankGroup:
         replica_id: int,
         log: LogSettings,
         on_exit: Callable[[int, int], None],
+        on_progress: Callable[[RankProgress], None] = lambda report: None,
     ) -> None:
         self._stage = stage
         self._sequence = 0
         self._connector = InlineConnector()
         self._rendezvous: Rendezvous | None = None
         self._remotes = [
-            RemoteRank(stage, replica_id, rank, log, on_exit)
+            RemoteRank(stage, replica_id, rank, log, on_exit, on_progress)
             for rank in range(1, stage.parallel.world_size)
         ]
 

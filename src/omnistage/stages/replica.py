@@ -31,6 +31,8 @@ from omnistage.contracts.messages import (
     Failed,
     LoadProgress,
     Message,
+    Progress,
+    RankProgress,
     Ready,
     ReplicaFailed,
     ReplicaStatus,
@@ -179,6 +181,7 @@ class Replica:
             self.replica_id,
             self._log,
             lambda rank, code: self._on_rank_exit(self, rank, code),
+            self._post_progress,
         )
         self._executor = runtime.executor(self.stage, 0, world_size)
         if isinstance(self._executor, JoinsRanks) and (meet := self._ranks.open_rendezvous()):
@@ -227,6 +230,11 @@ class Replica:
             raise UnavailableError("this replica was stopped while it was loading")
         self._ranks.raise_early_error()
         self.post(LoadProgress(note=note, fraction=fraction))
+
+    def _post_progress(self, one: RankProgress) -> None:
+        """Of a rank that is still at work when the leader's own part may be done."""
+        self._clock.touch()
+        self.post(Progress(identity=one.identity, step=one.step, total_steps=one.total_steps))
 
     def _serve(self) -> None:
         """The replica's one loop: mail, one command, emissions."""
