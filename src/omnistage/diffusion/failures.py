@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from omnistage.contracts.errors import (
+    CheckpointError,
     InternalError,
     InvalidRequestError,
     OmniError,
@@ -32,10 +33,14 @@ def classify(error: Exception, inputs: DiffusionInputs | None, denoiser_calls: i
 
     What the library's own code raises as `ValueError` before it denoises is its check of the
     inputs. `extra_args` of a wrong type and latents of a wrong shape are found out by then or by
-    the first pass at the latest. After a fault of the device nothing on it can be trusted: the
-    replica has to go (`StageLostError`).
+    the first pass at the latest. After a fault of the device nothing on it can be trusted, and
+    weights that are found to be damaged stay so: the replica has to go (`StageLostError`).
     """
     detail = "".join(traceback.format_exception(error))
+    if isinstance(error, CheckpointError):
+        return StageLostError(
+            "weights of this stage are damaged, so it starts again; please retry", detail=detail
+        )
     if isinstance(error, OmniError):
         error.detail = error.detail or detail
         error.__cause__ = error.__context__ = None
