@@ -14,6 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests neither read nor fill the user's cache of weights and measured times."""
+    os.environ["OMNISTAGE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _ctrl_c_works() -> None:
     """A shell starts background jobs with SIGINT ignored, and children would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,12 @@ from omnistage.memory.pipeline_loader import PipelinePlan, load_pipeline, plan_p
 from omnistage.memory.placement import ComponentPlacement, Placement, Residency
 from omnistage.memory.planning.describe import describe_placement
 from omnistage.memory.planning.facts import find_facts
+from omnistage.memory.planning.on_device import place_for_serving
 from omnistage.memory.planning.place import plan_placement
 from omnistage.memory.planning.shape import RequestShape
 from omnistage.observability.logging import get_logger
+from omnistage.parallel.agreement import least_of_all
+from omnistage.parallel.groups import WORLD
 from omnistage.quantization.config import resolve_quantization
 
 if TYPE_CHECKING:
@@ -67,13 +70,13 @@ def load_stage(
     )
     transforms = _transforms(plan, quantization)
     report("planning", None)
-    placement = _place(stage, plan, platform, device, transforms)
+    placement = _place(stage, plan, platform, device, transforms, groups)
     with explained_shortage(device, placement):
         loaded = load_pipeline(
             plan,
             report,
             placement,
-            cache=_cache(stage, placement),
+            cache=_cache(stage, placement, groups),
             transforms=transforms,
             share=None if groups is None else share_of_rank(groups, needs_equal_waves(stage)),
         )
@@ -103,11 +106,17 @@ def _place(
     platform: Platform,
     device: str,
     transforms: Mapping[str, BlockTransform],
+    groups: ProcessGroups | None,
 ) -> Placement:
-    """The planner's, or all on a device that has nowhere else to put it."""
+    """The planner's, or all on a device that has nowhere else to put it. Ranks that work together
+    must place alike: they plan with the least that any of them has, and try nothing."""
     if platform.offload_unavailable_reason() is None:
         facts, shape = find_facts(platform, device), shape_of(stage)
-        return plan_placement(plan, stage, facts, shape, transforms=transforms)
+        if groups is not None and groups.size(WORLD) > 1:
+            shared = least_of_all(groups, facts.free_bytes, facts.host_free_bytes)
+            facts = replace(facts, free_bytes=shared[0], host_free_bytes=shared[1])
+            return plan_placement(plan, stage, facts, shape, transforms=transforms)
+        return place_for_serving(plan, stage, platform, facts, shape, transforms)
     budget = MemoryBudget.of(stage.memory_budget_gib, device)
     budget.check(plan.bytes_by_device, what=plan.pipeline_class.__name__)
     return all_resident(plan)
@@ -186,12 +195,17 @@ def _transforms(
     )
 
 
-def _cache(stage: ResolvedStage, placement: Placement) -> WeightCache | None:
+def _cache(
+    stage: ResolvedStage, placement: Placement, groups: ProcessGroups | None
+) -> WeightCache | None:
     """None where it is off, and where the checkpoint's own files serve as well ("auto")."""
     if stage.dlo_runtime_cache == "off" or not placement.streams:
         return None
     if stage.dlo_runtime_cache == "auto" and placement.backing is HostBacking.PRIVATE:
         return None
+    from omnistage.memory.cache.identity import RankShare
     from omnistage.memory.cache.runtime import RuntimeCache
 
-    return RuntimeCache.at(stage.weight_cache_dir, limit_gib=stage.weight_cache_limit_gib)
+    share = None if groups is None else RankShare.of(groups.topology, groups.rank)
+    limit_gib = stage.weight_cache_limit_gib
+    return RuntimeCache.at(stage.weight_cache_dir, limit_gib=limit_gib, share=share)

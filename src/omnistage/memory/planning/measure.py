@@ -135,7 +135,8 @@ def _try(op: OpSignature, platform: Platform, device: str) -> float | None:
         with torch.inference_mode():
             once = _timed(op.repeat(device), platform, device)
             once(1)
-            first_s = once(1)
+            started = time.perf_counter()
+            first_s = max(once(1), time.perf_counter() - started)
             count = int(min(MAX_REPEATS, max(1, REPEAT_S / max(first_s, 1e-7))))
             return once(count)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:

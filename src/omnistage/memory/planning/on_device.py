@@ -43,6 +43,26 @@ def place_on_device(
     return plan_placement(plan, stage, facts, shape, survey=survey, measured_s=measured_s)
 
 
+def place_for_serving(
+    plan: PipelinePlan,
+    stage: ResolvedStage,
+    platform: Platform,
+    facts: DeviceFacts,
+    shape: RequestShape,
+    transforms: Mapping[str, BlockTransform] | None = None,
+) -> Placement:
+    """As `place_on_device`, but where nothing needs to move nothing is tried: a start does not wait
+    for times that decide nothing. Nor are operations tried on a CPU, where each takes seconds."""
+    survey = survey_pipeline(plan, stage, shape, transforms)
+    placement = plan_placement(plan, stage, facts, shape, survey=survey)
+    if placement.strategy == "none" or platform.device_type == "cpu":
+        return placement
+    facts = with_measured_link(platform, facts)
+    cache = op_times_path(stage.weight_cache_dir)
+    measured_s = measure_ops(survey.ops, platform, facts, cache=cache)
+    return plan_placement(plan, stage, facts, shape, survey=survey, measured_s=measured_s)
+
+
 def with_measured_link(platform: Platform, facts: DeviceFacts) -> DeviceFacts:
     """With the link's rate as it is; where nothing can be page-locked, facts that say so."""
     try:
