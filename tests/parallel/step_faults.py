@@ -1,5 +1,5 @@
-"""Step mode on a late device, with faults: "KIND:RANK" in a prompt goes wrong on that rank while the
-request is held there.
+"""Step mode on a late device, with faults: "KIND:RANK" in a prompt goes wrong on that rank while
+the request is held there.
 
 "fail" raises between passes of the denoiser, "break" inside one, "die" kills the process there,
 "large" raises in a pass of several rows; "all" means every rank.

@@ -125,7 +125,7 @@ class RemoteRank:
         self, sequence: int, limit_s: float, on_wait: Callable[[], None] = lambda: None
     ) -> StageData | OmniError:
         while (answer := self._read_answer(sequence, limit_s, on_wait)) is None:
-            pass  # It shows life, so that the limit starts anew.
+            on_wait()  # The rank shows life, so that the limit starts anew.
         return answer
 
     def _read_answer(
