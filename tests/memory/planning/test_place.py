@@ -9,6 +9,7 @@ import pytest
 
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
 from omnistage.engine.configure import configure
+from omnistage.memory.offload.discovery import OffloadPlan
 from omnistage.memory.offload.factory import make_backend
 from omnistage.memory.offload.host import HostBacking
 from omnistage.memory.pipeline_loader import load_pipeline
@@ -227,3 +228,23 @@ def test_on_a_device_that_is_here_link_and_operations_are_tried(tmp_path):
     assert any(reason.endswith(", measured") for reason in made.reasons)
     assert any("times of operations: 100% measured" in reason for reason in made.reasons)
     assert (tmp_path / "op_times.json").is_file()
+
+
+@pytest.mark.invariant("OFFLOAD-INV-008")
+def test_what_a_pipeline_declares_of_its_blocks_is_heard():
+    plan = planned("qwen_image")
+
+    class Declared(plan.pipeline_class):
+        _offload_plan = OffloadPlan(resident_paths=("transformer.transformer_blocks.0",))
+
+    told, declared = (
+        [
+            block.path
+            for block in survey_pipeline(one, stage_of("qwen_image"), SHAPE)
+            .sizes["transformer"]
+            .blocks
+        ]
+        for one in (plan, replace(plan, pipeline_class=Declared))
+    )
+    assert told[0] == "transformer_blocks.0"
+    assert declared == told[1:]

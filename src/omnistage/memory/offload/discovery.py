@@ -66,8 +66,9 @@ _DECLARATIONS = {
 
 
 def plan_of(pipeline: Any) -> OffloadPlan | None:
-    """What the pipeline's class declares."""
-    plan = getattr(type(pipeline), "_offload_plan", None)
+    """What the class of a pipeline declares; also of the class itself."""
+    cls = pipeline if isinstance(pipeline, type) else type(pipeline)
+    plan = getattr(cls, "_offload_plan", None)
     assert plan is None or isinstance(plan, OffloadPlan), "_offload_plan must be an OffloadPlan"
     return plan
 

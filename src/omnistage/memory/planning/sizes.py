@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from omnistage.memory.host.seams import BlockTransform
+    from omnistage.memory.offload.discovery import OffloadPlan
     from omnistage.memory.plan import LoadPlan
 
 ALLOCATION_BYTES = 512
@@ -76,16 +77,19 @@ def _put_tied(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def size_of(
-    plan: LoadPlan, module: torch.nn.Module, transform: BlockTransform | None = None
+    plan: LoadPlan,
+    module: torch.nn.Module,
+    transform: BlockTransform | None = None,
+    declared: OffloadPlan | None = None,
 ) -> ComponentSize:
-    """`module` is that of `empty_module`."""
+    """`module` is that of `empty_module`; `declared`, what the pipeline's class says of blocks."""
     from omnistage.memory.host.modules import layout_of, streamed_tensors
     from omnistage.memory.host.preflight import directly_mappable, shared_tensor
     from omnistage.memory.offload.discovery import part_of, streamable_blocks
     from omnistage.memory.offload.placing import tensors_of
 
     part = part_of(plan.component)
-    paths = [] if part == "autoencoders" else streamable_blocks(module, plan.component)
+    paths = [] if part == "autoencoders" else streamable_blocks(module, plan.component, declared)
     obstacle = shared_tensor(plan, paths)
     blocks = [
         BlockSize(

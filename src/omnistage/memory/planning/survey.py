@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from omnistage.memory.offload.discovery import plan_of
 from omnistage.memory.planning.inputs import (
     DENOISERS,
     Frame,
@@ -89,8 +90,10 @@ def survey_pipeline(
     """Nothing of the checkpoint is read. `transforms` quantize components, by name."""
     chosen = transforms or {}
     modules = {name: empty_module(one, chosen.get(name)) for name, one in plan.modules.items()}
+    declared = plan_of(plan.pipeline_class)
     sizes = {
-        name: size_of(one, modules[name], chosen.get(name)) for name, one in plan.modules.items()
+        name: size_of(one, modules[name], chosen.get(name), declared)
+        for name, one in plan.modules.items()
     }
     decoders = [name for name, size in sizes.items() if size.part == "autoencoders"]
     scales = latent_scales(modules[decoders[0]] if decoders else None)
