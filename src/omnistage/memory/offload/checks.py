@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
+from omnistage.contracts.tensors import ITEM_BYTES
 from omnistage.memory.names import and_more, with_nearest
 from omnistage.memory.offload.host import HostWeights
 
@@ -37,6 +38,7 @@ def check_blocks(
         block = module.get_submodule(path)
         named = [*block.named_parameters(prefix=path), *block.named_buffers(prefix=path)]
         _check_plain(component, named, whole)
+        _check_dtypes(component, module, path)
     _check_unshared(component, module, paths)
 
 
@@ -82,7 +84,7 @@ def _check_plain(component: str, tensors: Iterable[tuple[str, torch.Tensor]], wh
         elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             problem = f"is a {type(tensor).__name__}"
         elif whole and tensor.untyped_storage().nbytes() < tensor.nbytes:
-            problem = "is not whole here (its streamed blocks were shared out among ranks)"
+            problem = "is not whole here (expanded, or shared out among ranks)"
         elif type(tensor.data) is not torch.Tensor:
             problem = f"holds a {type(tensor.data).__name__}"
         else:
@@ -91,6 +93,18 @@ def _check_plain(component: str, tensors: Iterable[tuple[str, torch.Tensor]], wh
             f"{component}.{name} {problem} and cannot be streamed, only plain tensors can; use "
             "--offload none or model"
         )
+
+
+def _check_dtypes(component: str, module: nn.Module, path: str) -> None:
+    from omnistage.memory.host.modules import streamed_tensors
+
+    for name, tensor in streamed_tensors(module, path).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            raise UnsupportedCombinationError(
+                f"{component}.{name} is {dtype}, which does not move between host and device; "
+                f"allowed: {', '.join(ITEM_BYTES)}; keep its block resident, or use --offload none"
+            )
 
 
 def _check_unshared(component: str, module: nn.Module, paths: Sequence[str]) -> None:
