@@ -65,23 +65,6 @@ def test_a_forgotten_wait_is_seen(platform, forgotten):
         assert found.isnan().any()
 
 
-def test_page_locks_of_all_components_keep_to_the_limit_by_whole_pages(platform):
-    """Images are shorter than the pages they lie in: a byte too little is too little."""
-    modules = {"transformer": built("wan", 1), "transformer_2": built("wan", 2)}
-
-    def locked_bytes(limit_bytes):
-        placement = placement_of(modules, page_lock_limit_bytes=limit_bytes)
-        with offloaded(platform, Pipeline(**modules), placement) as backend:
-            return platform.locked_bytes, backend.describe()["page_locked"]
-
-    all_bytes, locked = locked_bytes(None)
-    assert locked
-    copied_bytes = sum(one.nbytes for m in modules.values() for one in m.blocks.parameters())
-    assert copied_bytes % 4096
-    assert locked_bytes(all_bytes) == (all_bytes, True)
-    assert not locked_bytes(all_bytes - 1)[1]
-
-
 @pytest.mark.parametrize("name", ["qwen", "flux"])
 def test_what_is_not_page_locked_is_staged(platform, name):
     module = built(name)
