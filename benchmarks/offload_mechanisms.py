@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from omnistage.quantization.fp8 import quantize_rows
 
 from omnistage.memory.host.mapping import MappedFile
 from omnistage.platforms.base import Platform
 from omnistage.platforms.registry import platform_of
+from omnistage.quantization.fp8 import quantize_rows, scaled_rows
 
 DEVICE = "cuda:0"
 COPY_BYTES = (64 << 10, 1 << 20, 16 << 20, 128 << 20, 512 << 20)
@@ -122,7 +122,7 @@ def _layer(rows: int, k: int, n: int) -> dict[str, float]:
     q, scale = quantize_rows(weight)
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
-        x_q, x_scale = quantize_rows(x)
+        x_q, x_scale = scaled_rows(x)
         return torch._scaled_mm(
             x_q, q.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -141,21 +142,20 @@ class DiffusionExecutor:
         raise InvalidRequestError(f"a diffusion stage has no control call {method!r}")
 
     def close(self) -> None:
-        if self._step_shares is not None:
-            self._step_shares.close()
-        if self._steps is not None:
-            self._steps.close()
-        if self._fast_path is not None:
-            self._fast_path.close()
-        self._undeclare()
-        if self._offload is not None:
-            self._offload.disable()
-        self._variants = self._requests = self._steps = self._fast_path = self._waves = None
-        self._step_shares = None
-        self._unshare()
-        if self._groups is not None:
-            self._groups.close()
-        self._platform.empty_cache(self._device)
+        """Whatever of it fails, all else is closed: page locks and groups outlive no stage."""
+        with ExitStack() as closing:
+            closing.callback(self._platform.empty_cache, self._device)
+            if self._groups is not None:
+                closing.callback(self._groups.close)
+            closing.callback(self._unshare)
+            if self._offload is not None:
+                closing.callback(self._offload.disable)
+            closing.callback(self._undeclare)
+            for part in (self._fast_path, self._steps, self._step_shares):
+                if part is not None:
+                    closing.callback(part.close)
+            self._variants = self._requests = self._steps = self._fast_path = self._waves = None
+            self._step_shares = None
 
     def _make_ready(self, loaded: LoadedStage) -> FastPath:
         """Layers are fused where the loader left their weights; blocks are compiled by the first

@@ -108,6 +108,12 @@ class DeviceFacts:
     """Whether there is no such device here, and the plan is made as if there were."""
 
     @property
+    def taken_bytes(self) -> int:
+        """What a rank cannot have of the device."""
+        least_bytes = CONTEXT_BYTES if self.is_assumed else 0
+        return max(self.total_bytes - self.free_bytes, least_bytes)
+
+    @property
     def link_bytes_per_s(self) -> float:
         return self.rates.link_bytes_per_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -97,7 +98,10 @@ class OpTimeCache:
     def read(self) -> dict[str, float]:
         """Empty where there is no file, or none that can be read, which is logged."""
         found = self._all().get(self._owner, {})
-        return {str(key): float(value) for key, value in found.items()}
+        if not isinstance(found, dict):
+            logger.warning("%s is left aside: it is of something else", self._path)
+            return {}
+        return {key: float(value) for key, value in found.items() if _is_time(value)}
 
     def write(self, seconds: Mapping[str, float]) -> None:
         """A file that cannot be written is logged; what was measured holds all the same."""
@@ -115,7 +119,7 @@ class OpTimeCache:
             data = json.loads(self._path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s is left aside: %s", self._path, error)
             return {}
         return data if isinstance(data, dict) else {}
@@ -126,6 +130,10 @@ def op_times_path(setting: str | None = None) -> Path:
     from omnistage.memory.cache.location import weight_cache_folder
 
     return weight_cache_folder(setting).parent / "op_times.json"
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _try(op: OpSignature, platform: Platform, device: str) -> float | None:

@@ -51,22 +51,29 @@ def place_for_serving(
     shape: RequestShape,
     transforms: Mapping[str, BlockTransform] | None = None,
 ) -> Placement:
-    """As `place_on_device`, but where nothing needs to move nothing is tried: a start does not wait
-    for times that decide nothing. Nor are operations tried on a CPU, where each takes seconds."""
+    """As `place_on_device`, for a start, which must not wait: the link is tried, in a fraction of a
+    second and only where something has to move; times of operations are those that `plan` has kept
+    for this device, the others are assumed."""
     survey = survey_pipeline(plan, stage, shape, transforms)
     placement = plan_placement(plan, stage, facts, shape, survey=survey)
     if placement.strategy == "none" or platform.device_type == "cpu":
         return placement
     facts = with_measured_link(platform, facts)
     cache = op_times_path(stage.weight_cache_dir)
-    measured_s = measure_ops(survey.ops, platform, facts, cache=cache)
-    return plan_placement(plan, stage, facts, shape, survey=survey, measured_s=measured_s)
+    kept_s = measure_ops(survey.ops, platform, facts, cache=cache, limit_s=0.0)
+    return plan_placement(plan, stage, facts, shape, survey=survey, measured_s=kept_s)
 
 
 def with_measured_link(platform: Platform, facts: DeviceFacts) -> DeviceFacts:
-    """With the link's rate as it is; where nothing can be page-locked, facts that say so."""
+    """With the link's rate as it is; where nothing can be page-locked, facts that say so; where the
+    device is too full to try, the rate that was assumed."""
+    import torch
+
     try:
         rate = measure_link(platform, facts.device)
+    except torch.OutOfMemoryError:
+        logger.warning("%s is too full to try its link; its rate is assumed", facts.device)
+        return facts
     except UnsupportedCombinationError as error:
         logger.warning("%s: copies will be slow", error)
         return replace(facts, locks_pages=False)

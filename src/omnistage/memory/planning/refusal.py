@@ -109,12 +109,9 @@ def changed(problem: Problem, changes: Mapping[str, Any]) -> Problem:
     if "dlo_runtime_cache" in changes:
         constraints = replace(constraints, runtime_cache=changes["dlo_runtime_cache"])
     if "device_memory_gib" in changes:
-        more_bytes = int(changes["device_memory_gib"] * GIB_BYTES) - facts.total_bytes
-        facts = replace(
-            facts,
-            total_bytes=facts.total_bytes + more_bytes,
-            free_bytes=facts.free_bytes + more_bytes,
-        )
+        total_bytes = int(changes["device_memory_gib"] * GIB_BYTES)
+        free_bytes = max(0, total_bytes - facts.taken_bytes)
+        facts = replace(facts, total_bytes=total_bytes, free_bytes=free_bytes)
         if not budget.is_set:
             budget = DeviceBudget.of(None, facts.free_bytes)
     if "memory_budget_gib" in changes:
@@ -149,7 +146,7 @@ def _changes(problem: Problem) -> Iterator[dict[str, Any]]:
         wanted_gib = _rounded_up(min(peaks))
         if wanted_gib * GIB_BYTES <= problem.facts.free_bytes and problem.budget.is_set:
             yield {**changes, "memory_budget_gib": wanted_gib}
-        total_bytes = problem.facts.total_bytes - problem.facts.free_bytes + min(peaks)
+        total_bytes = problem.facts.taken_bytes + min(peaks)
         larger = {**changes, "device_memory_gib": _rounded_up(total_bytes)}
         yield larger
         if problem.budget.is_set:
