@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from omnistage.contracts.errors import CheckpointError, DeadlineExceededError
+from omnistage.contracts.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineExceededError,
+)
 from omnistage.memory.cache.entry import Entry
+from omnistage.memory.cache.location import weight_cache_folder
 from omnistage.memory.cache.manifest import Manifest, sealed, unsealed
 from omnistage.memory.cache.store import WeightStore
 from omnistage.memory.cache.weights import CachedWeights
@@ -204,7 +209,12 @@ def test_a_damaged_entry_is_replaced_by_whoever_publishes_the_same_content(tmp_p
     weights.close()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b'{"sha256": "00", "content": {}}'])
+NESTED = b'{"sha256": "00", "content": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b'{"sha256": "00", "content": {}}', NESTED], ids=range(4)
+)
 def test_a_damaged_index_file_is_as_good_as_none(
     tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +228,20 @@ def test_a_damaged_index_file_is_as_good_as_none(
     weights = publish(store)
     assert weights.entry.folder == folder
     weights.close()
+
+
+def test_a_stray_file_among_temporary_folders_does_not_stop_publishing(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    store.folders.make()
+    (store.folders.tmp / f"{KEY}.stray").write_text("x")
+    publish(store).close()
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("setting", ["a\0b", "~no-such-user/cache"])
+def test_a_folder_that_cannot_be_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigurationError, match="another weight_cache_dir"):
+        weight_cache_folder(setting)
 
 
 def test_an_index_file_of_another_key_is_not_believed(tmp_path: Path) -> None:

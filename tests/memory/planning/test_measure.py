@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -60,7 +61,14 @@ def test_a_broken_file_is_left_aside(profile, facts, tmp_path, caplog):
     path.write_text("{")
     assert measure_ops(profile.ops, CPU, facts, cache=path, limit_s=60)
     assert "is left aside" in caplog.text
-    assert OpTimeCache(path, facts.label).read()
+    store = OpTimeCache(path, facts.label)
+    assert store.read()
+    (owner,) = json.loads(path.read_text())
+    for entry in ([1], None, {"matmul": "long", "add": None, "mul": -1.0, "exp": float("nan")}):
+        path.write_text(json.dumps({owner: entry}))
+        assert store.read() == {}
+    path.write_text("[" * 200_000 + "]" * 200_000)
+    assert store.read() == {}
 
 
 def test_compiled_blocks_move_less(profile, facts):

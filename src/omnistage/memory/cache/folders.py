@@ -37,8 +37,11 @@ class StoreFolders:
 
     def remove_stale(self, key: str) -> None:
         """What a writer of this key left that died. Only for who holds the key's lock."""
-        for folder in self.tmp.glob(f"{key}.*"):
-            shutil.rmtree(folder)
+        for path in self.tmp.glob(f"{key}.*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def remove_all_stale(self) -> int:
         """The same for every key that nobody is writing; returns how many."""

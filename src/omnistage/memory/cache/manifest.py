@@ -94,7 +94,7 @@ def unsealed(data: bytes, kind: type[Sealable]) -> Sealable:
         if hashlib.sha256(content).hexdigest() != outer.sha256:
             raise SealError("its digest differs from its content")
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SealError(str(error)) from error
 
 
