@@ -35,7 +35,7 @@ def test_a_placement_with_its_peaks_is_printed(model, capsys):
     for phase in ("encode", "denoise", "decode"):
         assert f"{phase} " in out.partition("predicted peak on the device")[2]
     assert "a denoising step: " in out
-    assert "as if on a GPU of 8 GiB" in out
+    assert "link 50.0 GiB/s, assumed; as if on a GPU of 8 GiB" in out
 
 
 def test_peaks_follow_the_shape(model, capsys):
@@ -65,6 +65,15 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_works(model, capsys):
     assert "nearest that works: memory_budget_gib " in out
     nearest = out.partition("nearest that works: memory_budget_gib ")[2].split()[0]
     assert placed(capsys, model, "--device-memory-gib", "8", "--memory-budget-gib", nearest)
+
+
+def test_a_device_that_is_too_small_for_anything_is_told_one_that_is_not(model, capsys):
+    for too_small in ("0.1", "0.65"):
+        code, out = planned(capsys, model, "--device-memory-gib", too_small, "--size", "64x64")
+        assert code == 2
+        assert "the budget is" in out
+        nearest = out.partition("nearest that works: a device of ")[2].split()[0]
+        assert placed(capsys, model, "--device-memory-gib", nearest, "--size", "64x64")
 
 
 def test_a_link_without_its_device_is_refused(model, capsys):

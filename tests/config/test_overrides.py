@@ -64,12 +64,28 @@ def test_null_means_unset_again() -> None:
     assert resolve(yaml=yaml, flags=flags).stages[0].memory_budget_gib is None
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("fp8", "fp8"),
+        ("none", "none"),
+        ("null", None),
+        ('{"transformer": "fp8", "vae": null}', {"transformer": "fp8", "vae": None}),
+    ],
+)
+def test_precision_as_a_word_or_as_json(text: str, value: object) -> None:
+    for flag in ("quantization-config", "quantization", "stage-0.quantization"):
+        config = resolve(flags=[(flag, text)])
+        assert config.stages[0].quantization_config == value
+
+
 @pytest.mark.invariant("CONFIG-INV-002")
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         (("max-num-seqs", "four"), "max_num_seqs is 'four'; expected int, got str"),
         (("enforce-eager", "maybe"), "enforce_eager is 'maybe'; expected bool, got str"),
+        (("quantization", '{"transformer":'), "quantization_config is not valid JSON"),
         (("stage-0", "{"), "stage_0 is not valid JSON: '{'"),
         (("stage-0", '{"max_num_seqs": "4"}'), "stage 0.max_num_seqs is '4'; expected int"),
         (("options", "[1]"), r"options is \[1\]; expected object, got array"),

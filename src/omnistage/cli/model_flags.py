@@ -14,10 +14,11 @@ from omnistage.config.schema import (
     LIMIT_KEYS,
     STAGE_KEYS,
     Count,
-    Gibibytes,
+    Fraction,
     Key,
     Milliseconds,
     NonNegative,
+    Quantization,
     Seconds,
 )
 
@@ -25,10 +26,14 @@ DEFAULT_MODEL = "omnistage/tiny-image"
 
 _METAVARS: dict[Any, str] = {
     Count: "N",
+    Count | None: "N",
     NonNegative: "N",
+    NonNegative | None: "N",
+    Literal[-1] | Count: "N",
+    Fraction: "FRACTION",
+    Quantization: "METHOD",
     Seconds: "SECONDS",
     Milliseconds: "MILLISECONDS",
-    Gibibytes | None: "GIB",
     dict: "JSON",
     dict[str, Any]: "JSON",
     dict[str | int, Any]: "JSON",
@@ -111,7 +116,7 @@ def _add_key(group: argparse._ArgumentGroup, name: str, key: Key) -> None:
     if key.type is bool:
         _add_switch(group, name, name, key.meaning)
     else:
-        _add_text(group, name, _metavar(key), f"{key.meaning}{_choices(key)}")
+        _add_text(group, name, _metavar(name, key), f"{key.meaning}{_choices(key)}")
 
 
 def _add_text(group: argparse._ArgumentGroup, name: str, metavar: str, meaning: str) -> None:
@@ -149,5 +154,7 @@ def _choices(key: Key) -> str:
     return f" ({', '.join(get_args(key.type))})" if get_origin(key.type) is Literal else ""
 
 
-def _metavar(key: Key) -> str:
+def _metavar(name: str, key: Key) -> str:
+    if name.endswith("_gib"):
+        return "GIB"
     return _METAVARS.get(key.type, "NAME")

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from omnistage.config.schema import ALIASES, Key
+from omnistage.config.schema import ALIASES, Key, Quantization
 from omnistage.contracts.errors import ConfigurationError
 
 _PATH_IN_MESSAGE = re.compile(r" - at (?:key in )?`(.*)`$")
@@ -135,9 +135,18 @@ def _parse_text(key: Key, text: str, where: str) -> Any:
         return parse_json(text, where)
     if key.type == str | list[str | int] and text.startswith("["):
         return parse_json(text, where)
+    if key.type == Quantization:
+        return _parse_quantization(text, where)
     if text.lower() in ("null", "none") and type(None) in get_args(key.type):
         return None
     return str(text)
+
+
+def _parse_quantization(text: str, where: str) -> Any:
+    """ "none" stays a word: full precision is not what a setting left out means."""
+    if text.lstrip().startswith("{"):
+        return parse_json(text, where)
+    return None if text.lower() == "null" else str(text)
 
 
 def _guess(text: FlagText) -> Any:

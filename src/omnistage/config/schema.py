@@ -20,7 +20,9 @@ Seconds = Annotated[float, Meta(gt=0, le=WEEK_S)]
 """Every wait has a deadline: at most a week."""
 Milliseconds = Annotated[float, Meta(ge=0, le=60_000)]
 Gibibytes = Annotated[float, Meta(gt=0, le=1e6)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
 Text = Annotated[str, Meta(min_length=1)]
+Quantization = str | dict[str, Any] | None
 ProcessName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -78,7 +80,8 @@ STAGE_KEYS = {
     ),
     "memory_budget_gib": Key(
         type=Gibibytes | None,
-        meaning="most device memory that a rank's weights may take (GiB); null: no bound",
+        meaning="most device memory (GiB); diffusion on a GPU: that a rank may have allocated in "
+        "all, null: what is free; else: of its weights, null: no bound",
     ),
     "memory": Key(
         type=Literal["auto", "speed", "balanced", "minimal"],
@@ -120,8 +123,9 @@ STAGE_KEYS = {
         meaning="size of the runtime cache (GiB) above which unused entries go; null: no bound",
     ),
     "quantization_config": Key(
-        type=str | dict[str, Any] | None,
-        meaning="diffusion: precision of weights: fp8, a mapping with a method, or one a component",
+        type=Quantization,
+        meaning="diffusion: precision of weights: fp8, none, or JSON: a mapping with a method, or "
+        "one a component; null: as the checkpoint stores them",
     ),
     "enforce_eager": Key(
         type=bool, meaning="compile nothing, capture no graphs, fuse no layers on a GPU"
@@ -142,7 +146,7 @@ STAGE_KEYS = {
         meaning="tokens: longest prompt and answer together; null: the model's own bound",
     ),
     "gpu_memory_utilization": Key(
-        type=Annotated[float, Meta(gt=0, le=1)],
+        type=Fraction,
         meaning="tokens: fraction of a GPU's memory that the stage may fill, KV cache included",
     ),
     "kv_cache_gib": Key(

@@ -54,5 +54,5 @@ def resolve_method(name: str) -> str | None:
         raise UnsupportedCombinationError(
             f"quantization {name!r} is not there yet; allowed: {NONE}, {', '.join(METHODS)}"
         )
-    known = (NONE, *METHODS, *PLANNED)
+    known = (NONE, *METHODS)
     raise ConfigurationError(f"quantization {name!r} is unknown; {suggestion(method, known)}")

@@ -203,7 +203,7 @@ def test_a_description_says_everything():
     text, data = describe_placement(placement), placement_data(placement)
     for name in placement.components:
         assert f"  {name}: " in text
-    for words in ("streamed: 2 blocks", "page-locked", "a denoising step: ", "link 55.5 GB/s"):
+    for words in ("streamed: 2 blocks", "page-locked", "a denoising step: ", "link 51.7 GiB/s"):
         assert words in text
     assert text.startswith("offload layerwise (asked for)")
     assert set(data["prediction"]["phases_bytes"]) == set(PHASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omnistage.memory.budget import GIB_BYTES
 from omnistage.memory.plan import gib
 from omnistage.memory.planning.choose import Choice
 from omnistage.memory.planning.refusal import Problem
@@ -72,9 +73,9 @@ def _unlocked(problem: Problem, choice: Choice) -> str:
     names = [name for name in moved if name not in choice.candidate.locking.locked_components]
     if not names:
         return ""
-    rate = problem.facts.staged_bytes_per_s / 1e9
+    rate = problem.facts.staged_bytes_per_s / GIB_BYTES
     return (
-        f"not page-locked, so copied at {rate:.1f} GB/s: {', '.join(names)} (host memory or "
+        f"not page-locked, so copied at {rate:.1f} GiB/s: {', '.join(names)} (host memory or "
         "dlo_runtime_cache_pin_limit_gib is too small)"
     )
 
@@ -96,7 +97,7 @@ def _basis(problem: Problem) -> list[str]:
     facts = problem.facts
     how = "measured" if facts.link_is_measured else "assumed"
     return [
-        f"link {facts.link_bytes_per_s / 1e9:.1f} GB/s, {how}"
+        f"link {facts.link_bytes_per_s / GIB_BYTES:.1f} GiB/s, {how}"
         + (f"; as if on {facts.label}" if facts.is_assumed else ""),
         "counted are bytes of torch's allocator: weights, slots, activations, workspaces of "
         "libraries; not the device's context and not what the allocator holds unused",
