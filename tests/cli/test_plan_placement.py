@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -101,3 +102,40 @@ def test_quantized_blocks_are_planned_with_their_bytes(model, capsys):
     plain = placed(capsys, *words, "--dtype", "bfloat16")["components"]["transformer"]
     quantized = placed(capsys, *words, "--dtype", "bfloat16", "--quantization", "fp8")
     assert quantized["components"]["transformer"]["weight_bytes"] < plain["weight_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--size", "0x0"), "--size must be like"),
+        (("--size", "64x64", "--height", "64"), "without --height"),
+        (("--default-sampling-params", '{"height": -32}'), "height .* is -32.* positive"),
+        (("--default-sampling-params", '{"num_inference_steps": 0}'), "num_inference_steps .* 0"),
+    ],
+)
+@pytest.mark.parametrize("device", [("--device", "cpu"), ("--device-memory-gib", "8")])
+def test_a_shape_that_cannot_be_is_refused_on_every_device(model, capsys, device, flags, words):
+    code, out = planned(capsys, model, *device, *flags)
+    assert code != 0
+    assert re.search(words, out)
+    assert "tried all the same" not in out
+
+
+def test_what_a_start_would_refuse_is_refused_for_an_absent_device_too(model, capsys):
+    for words in (("--tensor-parallel-size", "2"), ("--quantization", "nvfp4")):
+        code, out = planned(capsys, model, "--device-memory-gib", "8", *words)
+        assert code == 2
+        assert "is not there yet; allowed: " in out
+
+
+def test_who_copies_and_from_where_is_said(model, capsys):
+    words = (model, "--device-memory-gib", "8", "--size", "64x64", "--memory", "minimal")
+    words += ("--offload", "distributed-layerwise", "--data-parallel-size", "2")
+    code, shared = planned(capsys, *words)
+    assert code == 0
+    assert "a share by each of 2 ranks" in shared
+    assert "streamed blocks lie in the checkpoint's files" in shared
+    code, own = planned(capsys, *words, "--dlo-no-use-allgather", "--dlo-runtime-cache", "on")
+    assert code == 0
+    assert "by each rank all of them" in own
+    assert "streamed blocks lie in the runtime cache" in own

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omnistage.memory.pipeline_plan import PipelinePlan
     from omnistage.memory.placement import Placement
     from omnistage.memory.planning.facts import DeviceFacts
+    from omnistage.memory.planning.shape import RequestShape
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -58,11 +59,11 @@ def _print_plan(stage: ResolvedStage, args: argparse.Namespace) -> None:
         return
     from omnistage.memory.planning.describe import describe_placement
 
-    facts = facts_for(stage, args)
+    facts, shape = facts_for(stage, args), shape_of(stage, args)
     plan = _pipeline_plan(stage, facts)
     print(plan.describe(), flush=True)
     try:
-        words = describe_placement(_placement(stage, args, facts, plan))
+        words = describe_placement(_placement(stage, shape, facts, plan))
     except ConfigurationError as error:
         if facts.offload_unavailable_reason is None:
             raise
@@ -87,7 +88,7 @@ def _pipeline_plan(stage: ResolvedStage, facts: DeviceFacts) -> PipelinePlan:
 
 
 def _placement(
-    stage: ResolvedStage, args: argparse.Namespace, facts: DeviceFacts, plan: PipelinePlan
+    stage: ResolvedStage, shape: RequestShape, facts: DeviceFacts, plan: PipelinePlan
 ) -> Placement:
     """Where weights cannot move, a stage's budget is one of weights, which were compared."""
     from omnistage.memory.planning.on_device import place_on_device
@@ -95,7 +96,7 @@ def _placement(
     from omnistage.memory.planning.quantizing import transforms_of
     from omnistage.platforms.registry import platform_of
 
-    transforms, shape = transforms_of(plan, stage, facts), shape_of(stage, args)
+    transforms = transforms_of(plan, stage, facts)
     if facts.offload_unavailable_reason is not None:
         stage = replace(stage, memory_budget_gib=None)
     if facts.is_assumed:
@@ -113,8 +114,8 @@ def _as_json(config: OmniConfig, args: argparse.Namespace) -> Mapping[str, Any]:
     data["placements"] = {}
     for stage in config.stages:
         if stage.stage.execution_type == ExecutionType.DIFFUSION:
-            facts = facts_for(stage, args)
-            made = _placement(stage, args, facts, _pipeline_plan(stage, facts))
+            facts, shape = facts_for(stage, args), shape_of(stage, args)
+            made = _placement(stage, shape, facts, _pipeline_plan(stage, facts))
             data["placements"][str(stage.stage_id)] = placement_data(made)
     return data
 

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from omnistage.contracts.errors import ConfigurationError
+
+_KEYS = {
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+    "steps": "num_inference_steps",
+    "requests": "the number",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestShape:
@@ -19,6 +29,15 @@ class RequestShape:
     requests: int = 1
     text_tokens: int | None = None
     guided: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "frames", "steps", "requests"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"{_KEYS[name]} of the requests to plan for is {value!r}; it must be a "
+                    "positive integer: change it among the default sampling parameters"
+                )
 
     def __str__(self) -> str:
         frames = f", {self.frames} frames" if self.frames > 1 else ""
