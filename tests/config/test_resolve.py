@@ -259,3 +259,10 @@ def test_of_several_switches_the_most_distributed_one_holds() -> None:
 def test_a_switch_against_another_strategy_is_refused() -> None:
     with pytest.raises(UnsupportedCombinationError, match="but offload is 'none'"):
         resolve(yaml="offload: none", enable_cpu_offload=True)
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_words_that_yaml_takes_for_booleans_mean_the_same_everywhere(word: str) -> None:
+    from_file = resolve(yaml=f"dlo_runtime_cache: {word}\n").stages[0]
+    from_flag = resolve(flags=[("dlo_runtime_cache", word)]).stages[0]
+    assert from_file.dlo_runtime_cache == from_flag.dlo_runtime_cache == word

@@ -84,13 +84,15 @@ def check_section(values: Any, keys: Mapping[str, Key], where: str) -> dict[str,
 
 def check_value(key: Key, value: Any, where: str) -> Any:
     """`value` as the key's type. Only `FlagText` is parsed; of other values nothing is converted
-    but int to float."""
+    but int to float, and true and false to "on" and "off" where these are allowed."""
     from_text = isinstance(value, FlagText)
     if from_text:
         value = _parse_text(key, value, where)
     if key.nested is not None:
         return check_section(value, key.nested, where)
     value = plain_value(value, where)
+    if isinstance(value, bool) and {"on", "off"} <= set(get_args(key.type)):
+        value = "on" if value else "off"  # what YAML makes of these words
     try:
         return msgspec.convert(value, key.type, strict=not from_text)
     except msgspec.ValidationError as error:
