@@ -51,10 +51,14 @@ def add_plan_flags(parser: CommandParser) -> None:
 
 
 def resolve_as_if(args: argparse.Namespace) -> OmniConfig:
-    """The configuration, for a device that need not be here."""
+    """The configuration, for a device that need not be here. Raises what a stage's runtime refuses
+    whatever the device."""
     from omnistage.engine.configure import configure
+    from omnistage.stages.imports import load_object
 
     config = configure(args.model, deploy_config=args.deploy_config, overrides=overrides(args))
+    for stage in config.stages:
+        load_object(stage.stage.runtime).scheduler(replace(stage, offload="auto"))
     stages = (
         replace(stage, devices=(AS_IF_DEVICE,) * len(stage.devices)) for stage in config.stages
     )

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from omnistage.memory.offload.host import HostBacking
 from omnistage.memory.placement import ComponentPlacement, Placement, Residency
 from omnistage.memory.plan import gib
+
+WHERE = {
+    HostBacking.CHECKPOINT: "the checkpoint's files, where they hold the bytes that are wanted",
+    HostBacking.RUNTIME_CACHE: "the runtime cache",
+    HostBacking.PRIVATE: "private memory",
+}
 
 
 def describe_placement(placement: Placement) -> str:
@@ -15,7 +22,7 @@ def describe_placement(placement: Placement) -> str:
     lines += [f"  {_component(one)}" for one in placement.components.values()]
     if placement.streams:
         lines.append(
-            f"  streamed blocks lie in: {placement.backing}; page-locked: {_limit(placement)}"
+            f"  streamed blocks lie in {WHERE[placement.backing]}; page-locked: {_limit(placement)}"
         )
     lines += [f"  {line}" for line in _prediction(placement)]
     lines += [f"  {reason}" for reason in reasons]

@@ -17,7 +17,7 @@ WHAT = {
     "none": "all weights stay on the device",
     "model": "encoders and denoisers take turns on the device",
     "layerwise": "blocks are copied in for each pass",
-    "distributed-layerwise": "blocks are copied in for each pass, by all ranks together",
+    "distributed-layerwise": "blocks are copied in for each pass",
 }
 
 
@@ -25,10 +25,10 @@ def reasons_for(problem: Problem, choice: Choice, survey: PipelineSurvey) -> tup
     """The decision first."""
     chosen, budget = choice.candidate, problem.budget
     asked = problem.is_asked
+    what = f"{WHAT[chosen.strategy]}{_sharing(problem, chosen.strategy)}"
     lines = [
         f"offload {chosen.strategy} ({'asked for' if asked else f'memory {problem.memory}'}): "
-        f"{WHAT[chosen.strategy]}; {gib(chosen.peak_bytes)} of {budget} at the peak, for "
-        f"{survey.shape}"
+        f"{what}; {gib(chosen.peak_bytes)} of {budget} at the peak, for {survey.shape}"
     ]
     if chosen.strategy != "none":
         resident_bytes = (
@@ -48,6 +48,13 @@ def reasons_for(problem: Problem, choice: Choice, survey: PipelineSurvey) -> tup
     if unlocked:
         lines.append(unlocked)
     return (*lines, *_unmapped(problem, choice), *_idle(problem, choice), *_basis(problem))
+
+
+def _sharing(problem: Problem, strategy: str) -> str:
+    if strategy != "distributed-layerwise":
+        return ""
+    shares = problem.constraints.shares
+    return f", a share by each of {shares} ranks" if shares > 1 else ", by each rank all of them"
 
 
 def _streaming(problem: Problem, choice: Choice) -> tuple[str, ...]:
