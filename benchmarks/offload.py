@@ -47,12 +47,17 @@ from _offload_sides import (
     timed_s,
 )
 
+from omnistage.cli.facts import hardware, versions
 from omnistage.memory.cache.runtime import RuntimeCache
 from omnistage.memory.offload.host import HostBacking
 from omnistage.memory.pipeline_loader import PipelinePlan
 from omnistage.platforms.base import Platform
 from omnistage.platforms.registry import platform_of
 
+WORKLOAD = (
+    "denoisers of Qwen-Image at 1024x1024 and Wan 14B at 832x480, random weights: steps with "
+    "resident and streamed blocks, set-up, start on a filled cache, memory of two processes"
+)
 RESIDENCIES = (0.0, 0.5, 0.9)
 TARGETS = {
     "link_fraction": 0.95,
@@ -297,6 +302,21 @@ def is_met(judged: dict[str, float], models: dict[str, Found]) -> bool:
     )
 
 
+def headline(judged: dict[str, float], models: dict[str, Found]) -> Found:
+    """Of a step with both guidance branches, all blocks streamed."""
+    ours = models["qwen"]["streamed"][0]["compiled_rows2"]["ms"]
+    peer = (models["qwen"]["peer"] or {}).get("cfg_step_ms", ours)
+    return {
+        "value": ours,
+        "unit": "ms a guided step",
+        "peer": "diffusers, block-level group offload with a stream",
+        "peer_value": peer,
+        "ratio": round(ours / peer, 4),
+        "target": round(1 / TARGETS["step_over_peer"], 4),
+        "met": is_met(judged, models),
+    }
+
+
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--folder", default="/dev/shm", help="for checkpoints")
@@ -307,9 +327,8 @@ def main() -> int:
     args = flags.parse_args()
     device = "cpu" if args.tiny else "cuda:0"
     models: dict[str, Found] = {}
-    result: Found = {"benchmark": "offload", "torch": torch.__version__, "models": models}
-    if not args.tiny:
-        result["device"] = torch.cuda.get_device_name()
+    result: Found = {"name": "offload", "hardware": hardware(), "versions": versions()}
+    result |= {"workload": WORKLOAD, "models": models}
 
     def keep() -> None:
         if args.save:
@@ -337,7 +356,7 @@ def main() -> int:
     if "qwen" in models:
         result["judged"] = judge(models)
         result["targets"] = TARGETS
-        result["met"] = is_met(result["judged"], models)
+        result |= headline(result["judged"], models)
     keep()
     print(json.dumps(result))
     return 0 if result.get("met") or args.tiny else 1

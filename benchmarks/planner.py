@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from _offload_models import (
     FLUX,
     QWEN_IMAGE,
@@ -33,6 +32,7 @@ from _offload_models import (
 )
 from _offload_sides import COMPONENT, compiled, forget, forward, open_ours, peak_bytes, timed_s
 
+from omnistage.cli.facts import hardware, versions
 from omnistage.config.pipeline import ExecutionType, StageConfig
 from omnistage.config.resolved import ResolvedStage
 from omnistage.contracts.modalities import Modality
@@ -213,6 +213,12 @@ def judge(rows: list[Found]) -> Found:
     peak = max(abs(row["peak_error"]) for row in rows)
     step = max(abs(row["step_error"]) for row in rows)
     return {
+        "value": step,
+        "unit": "worst error of a predicted step time",
+        "peer": "the step as measured",
+        "peer_value": 1.0,
+        "ratio": step,
+        "target": STEP_TARGET,
         "combinations": len(rows),
         "worst_peak_error": peak,
         "worst_step_error": step,
@@ -228,9 +234,8 @@ def main() -> int:
     flags.add_argument("--save", type=Path, help="write the result here, after every model")
     args = flags.parse_args()
     device = "cpu" if args.tiny else "cuda:0"
-    result: Found = {"benchmark": "planner", "torch": torch.__version__, "rows": []}
-    if not args.tiny:
-        result["device"] = torch.cuda.get_device_name()
+    result: Found = {"name": "planner", "hardware": hardware(), "versions": versions()}
+    result |= {"workload": "one guided step by model, size and budget", "rows": []}
     with late() if args.tiny else nullcontext():
         platform = platform_of(device)
         for name in args.models:

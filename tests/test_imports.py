@@ -49,6 +49,20 @@ print(json.dumps([names, [name for name in {HEAVY!r} if name in sys.modules]]))
     assert heavy == []
 
 
+@pytest.mark.parametrize(
+    "runtime",
+    ["omnistage.diffusion.runtime", "omnistage.ar.runtime", "omnistage.ar.generation.runtime"],
+)
+def test_a_runtime_is_asked_for_its_scheduler_without_torch(runtime: str) -> None:
+    """The command line does so to say what a start would refuse."""
+    code = f"""
+import importlib, json, sys
+importlib.import_module({runtime!r})
+print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
+"""
+    assert in_fresh_python(code) == []
+
+
 def test_import_has_no_side_effects() -> None:
     code = """
 import json, os, signal, threading

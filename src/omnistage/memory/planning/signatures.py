@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-ATTENTION = "attention"
+from omnistage.memory.planning.times import ATTENTION
+
 RMS_NORM = "rms_norm"
 COMPOSED = {
     ATTENTION: torch.nn.functional.scaled_dot_product_attention,

@@ -11,9 +11,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from omnistage.memory.planning.facts import DeviceFacts
-from omnistage.memory.planning.signatures import ATTENTION, OpSignature
+
+if TYPE_CHECKING:
+    from omnistage.memory.planning.signatures import OpSignature
+
+ATTENTION = "attention"
+"""The kind of operations that attend; see `signatures.py`."""
 
 POINTWISE_SHARE = 0.5
 """Of the rate at which a device's memory is copied, what operations reach that do little else."""

@@ -21,10 +21,8 @@ class QwenImageSteps(FlowFamily):
     def install(self, *, fuse: bool) -> list[Callable[[], None]]:
         from omnistage.attention.joint import install_joint_attention
 
-        if getattr(self.module, "_parallel_config", None) is not None:
-            self.joins_lengths = False  # Joint attention cannot share a sequence between ranks.
-            return []
-        return [install_joint_attention(self.module, fuse=fuse)]
+        self.joins_lengths = getattr(self.module, "_parallel_config", None) is None
+        return [install_joint_attention(self.module, fuse=fuse)] if self.joins_lengths else []
 
     def check_call(self, given: Mapping[str, Any]) -> None:
         super().check_call(given)
@@ -65,15 +63,13 @@ class QwenImageSteps(FlowFamily):
     def static_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
         import torch
 
-        inputs = {
+        lengths = torch.tensor([row.condition["embeds"].shape[1] for row in rows])
+        return {
             "encoder_hidden_states": stack_rows(rows, "embeds"),
             "guidance": self.embedded_guidance(rows),
             "img_shapes": [rows[0].state.extra["grids"]] * len(rows),
+            "attention_kwargs": {"text_lengths": lengths} if self.joins_lengths else None,
         }
-        if self.joins_lengths:
-            lengths = torch.tensor([row.condition["embeds"].shape[1] for row in rows])
-            inputs["attention_kwargs"] = {"text_lengths": lengths}
-        return inputs
 
     def guide(self, state: StepRequestState, predictions: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
