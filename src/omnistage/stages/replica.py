@@ -49,6 +49,7 @@ from omnistage.stages.emitter import Emitter, MessageSink
 from omnistage.stages.imports import load_object
 from omnistage.stages.intake import Intake
 from omnistage.stages.late_lanes import LateLanes
+from omnistage.stages.loading_turn import load_in_turn
 from omnistage.stages.operations import OperationClock
 from omnistage.stages.output_worker import LateOutput
 from omnistage.stages.ranks import RankGroup
@@ -59,10 +60,6 @@ logger = get_logger(__name__)
 DRAIN_LIMIT_S = 10.0
 _IDLE_WAIT_S = 60.0
 _STATS_EVERY_S = 0.5
-_LOADING = threading.Lock()
-"""Stages of one process load one at a time: transformers and diffusers import lazily, which fails
-in one of two threads at once, and a device's peak memory is measured for one."""
-_LOADING_LOOK_S = 0.5
 Mail = tuple[Message | LateOutput, Sequence[Any]]
 
 
@@ -187,7 +184,7 @@ class Replica:
         if isinstance(self._executor, JoinsRanks) and (meet := self._ranks.open_rendezvous()):
             self._executor.join(meet)
         self._ranks.begin_load()
-        description = self._load_alone(self._executor)
+        description = load_in_turn(self._executor, self._report_load)
         self._ranks.finish_load()
         context = LeaderContext(
             world_size, self._ranks, self._clock, self.is_cancelled, self.post, self._outputs
@@ -214,15 +211,6 @@ class Replica:
         self._clock.idle()
         load_s = time.monotonic() - started
         self.post(Ready(description=description, load_s=load_s, rank_pids=self._ranks.pids))
-
-    def _load_alone(self, executor: Any) -> dict[str, Any]:
-        while not _LOADING.acquire(timeout=_LOADING_LOOK_S):
-            self._report_load("waiting for another stage of this process to load", None)
-        try:
-            description: dict[str, Any] = executor.load(self._report_load)
-            return description
-        finally:
-            _LOADING.release()
 
     def _report_load(self, note: str, fraction: float | None) -> None:
         """The points at which a load can end early: a shutdown, a rank that has failed."""
