@@ -146,6 +146,9 @@ def test_components_by_declaration():
     assert found.denoisers == {"model.dit": model["dit"]}
     assert found.encoders == {"model.text": model["text"]}
     assert plan_of(pipeline) is Declaring._offload_plan
+    parts = [part_of(name, Declaring) for name in ("model", "model.text", "transformer")]
+    assert parts == ["denoisers", "encoders", "resident"]
+    assert part_of("transformer", Pipeline()) == "denoisers"
     assert plan_of(Pipeline()) is None
     with pytest.raises(ConfigurationError, match=r"no module at 'model.dit'.*are: other"):
         find_components(Declaring(other=nn.Linear(1, 1)))

@@ -248,3 +248,51 @@ def test_what_a_pipeline_declares_of_its_blocks_is_heard():
     )
     assert told[0] == "transformer_blocks.0"
     assert declared == told[1:]
+
+
+@pytest.mark.invariant("OFFLOAD-INV-008")
+def test_what_a_pipeline_declares_of_its_components_is_heard():
+    plan = planned("qwen_image")
+
+    class Swaps(plan.pipeline_class):
+        _dit_modules = ("text_encoder",)
+        _encoder_modules = ("transformer",)
+
+    class Keeps(plan.pipeline_class):
+        _encoder_modules = ("text_encoder.model",)
+        _resident_modules = ("transformer",)
+
+    def sizes(cls):
+        one = replace(plan, pipeline_class=cls)
+        return survey_pipeline(one, stage_of("qwen_image"), SHAPE).components
+
+    swaps, keeps = sizes(Swaps), sizes(Keeps)
+    assert swaps["text_encoder"].size.part == "denoisers"
+    assert (swaps["transformer"].size.part, swaps["transformer"].phase) == ("encoders", "encode")
+    assert {name: one.size.part for name, one in keeps.items()} == {
+        "text_encoder": "encoders",
+        "transformer": "resident",
+        "vae": "resident",
+    }
+    assert [keeps[name].phase for name in ("transformer", "vae")] == ["denoise", "decode"]
+    assert keeps["text_encoder"].size.blocks
+    assert not keeps["transformer"].size.blocks
+
+
+@pytest.mark.invariant("OFFLOAD-INV-008")
+@pytest.mark.parametrize("strategy", ["layerwise", "model"])
+def test_what_is_declared_resident_stays_whatever_else_moves(strategy):
+    plan = planned("qwen_image")
+
+    class Keeps(plan.pipeline_class):
+        _dit_modules = ("transformer",)
+        _encoder_modules = ("text_encoder",)
+        _resident_modules = ("vae",)
+
+    stage = stage_of("qwen_image", offload=strategy, memory="minimal")
+    made = plan_placement(replace(plan, pipeline_class=Keeps), stage, facts_of(GIB), SHAPE)
+    moving = Residency.SWAPPED if strategy == "model" else Residency.STREAMED
+    assert made.components["vae"].residency is Residency.RESIDENT
+    assert {made.components[one].residency for one in ("transformer", "text_encoder")} == {moving}
+    plain = plan_placement(plan, stage, facts_of(GIB), SHAPE)
+    assert made.prediction.phases_bytes == plain.prediction.phases_bytes

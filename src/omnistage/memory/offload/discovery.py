@@ -96,8 +96,19 @@ def named_components(pipeline: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
-def part_of(name: str) -> str:
-    """ "denoisers", "autoencoders" or "encoders": what a component of that name is."""
+def part_of(name: str, pipeline: Any = None) -> str:
+    """ "denoisers", "autoencoders" or "encoders": what a component of that name is.
+
+    Where the class of `pipeline`, which may be the class itself, declares its components, that
+    decides instead: a component counts as what is declared of it, else of the first part declared
+    inside it; one of which nothing is declared is "resident".
+    """
+    cls = pipeline if isinstance(pipeline, type) else type(pipeline)
+    declared = {part: tuple(getattr(cls, one, ())) for part, one in _DECLARATIONS.items()}
+    if any(declared.values()):
+        exact = [part for part, paths in declared.items() if name in paths]
+        inside = [part for part, paths in declared.items() if _is_above(name, paths)]
+        return (exact or inside or ["resident"])[0]
     if DENOISER_NAME.fullmatch(name) or name in FALLBACK_NAMES:
         return "denoisers"
     return "autoencoders" if name in AUTOENCODER_NAMES else "encoders"
@@ -119,16 +130,20 @@ def resolve(pipeline: Any, path: str) -> nn.Module:
 
 
 def streamable_blocks(
-    module: nn.Module, component: str = "", plan: OffloadPlan | None = None
+    module: nn.Module,
+    component: str = "",
+    plan: OffloadPlan | None = None,
+    part: str | None = None,
 ) -> list[str]:
     """Paths of the blocks of `module` that may stream, in the order in which they run: outermost,
     disjoint, each with weights of its own. Empty where none is known.
 
     Sources, the first that says something: `plan`; the module's `_layerwise_offload_blocks_attrs`;
     the three parts of a UNet; the classes in `_no_split_modules` and `_repeated_blocks`; lists that
-    are named as lists of blocks are. Raises `ConfigurationError` for a declared path that is wrong.
+    are named as lists of blocks are. `part` is what the component is, if not what its name says.
+    Raises `ConfigurationError` for a declared path that is wrong.
     """
-    paths = _declared_blocks(module, component, plan)
+    paths = _declared_blocks(module, component, plan, part or part_of(component))
     if paths is None:
         paths = _unet_blocks(module) or _blocks_by_class(module) or _blocks_by_name(module)
     resident = plan.resident_paths if plan is not None else ()
@@ -140,12 +155,12 @@ def streamable_blocks(
 
 
 def _declared_blocks(
-    module: nn.Module, component: str, plan: OffloadPlan | None
+    module: nn.Module, component: str, plan: OffloadPlan | None, part: str
 ) -> list[str] | None:
     inner = [
         f"{path}.{attribute}"
         for path, attribute in (plan.offload_submodules if plan is not None else {}).items()
-        if part_of(component) == "denoisers"
+        if part == "denoisers"
     ]
     attributes = plan.block_attrs.get(component) if plan is not None else None
     if attributes is None:
@@ -237,6 +252,10 @@ def _with_weights(module: nn.Module, paths: list[str]) -> list[str]:
         elif any(True for _ in block.parameters()):
             found.append(path)
     return found
+
+
+def _is_above(root: str, paths: tuple[str, ...]) -> bool:
+    return any(path.startswith(f"{root}.") for path in paths)
 
 
 def _is_at_or_below(path: str, roots: tuple[str, ...]) -> bool:

@@ -17,7 +17,12 @@ from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinatio
 from omnistage.memory.host.layout import view
 from omnistage.memory.host.private import PrivateWeights
 from omnistage.memory.offload.checks import check_blocks, tensor_at
-from omnistage.memory.offload.discovery import find_components, named_components, resolve
+from omnistage.memory.offload.discovery import (
+    find_components,
+    named_components,
+    part_of,
+    resolve,
+)
 from omnistage.memory.offload.entries import enter_by
 from omnistage.memory.offload.hooks import claim, watch_adapters
 from omnistage.memory.offload.host import HostBlock, HostWeights
@@ -166,13 +171,12 @@ class ModelLevelOffload:
 
     def _chosen(self, pipeline: Any) -> dict[str, tuple[nn.Module, bool]]:
         """By name: the module, and whether it is a denoiser. Modules without weights are left."""
-        denoisers = {id(one) for one in find_components(pipeline).denoisers.values()}
         chosen = {}
         for name, placed in self._placement.components.items():
             if placed.residency is Residency.SWAPPED:
                 module = resolve(pipeline, name)
                 if any(True for _ in module.parameters()):
-                    chosen[name] = (module, id(module) in denoisers)
+                    chosen[name] = (module, part_of(name, pipeline) == "denoisers")
         return chosen
 
     def _take_over(self, chosen: Mapping[str, tuple[nn.Module, bool]], undo: ExitStack) -> set[int]:

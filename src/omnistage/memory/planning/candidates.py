@@ -108,7 +108,7 @@ def _swapped(problem: _Problem) -> Iterator[Candidate]:
     if len(swapped) < 2 or not denoisers or constraints.resident_layers is not None:
         return
     fixed_bytes = problem.facts.workspace_bytes + sum(
-        size.weight_bytes for size in by_part(sizes, "autoencoders")
+        size.weight_bytes for name, size in sizes.items() if name not in swapped
     )
     largest_bytes = max(one.weight_bytes for one in denoisers)
     phases_bytes = {

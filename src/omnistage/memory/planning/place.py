@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from omnistage.memory.planning.survey import PipelineSurvey, Survey
 
 
-PART_ORDER = ("denoisers", "encoders", "autoencoders")
+PART_ORDER = ("denoisers", "encoders", "autoencoders", "resident")
 """Pages are locked in this order: what is copied in every step first."""
 
 GRAPH_MAX_TOKENS = 4096

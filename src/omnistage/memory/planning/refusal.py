@@ -11,7 +11,7 @@ from omnistage.memory.budget import GIB_BYTES, DeviceBudget
 from omnistage.memory.plan import gib
 from omnistage.memory.planning.candidates import LAYERWISE, Candidate, Constraints, candidates
 from omnistage.memory.planning.facts import DeviceFacts
-from omnistage.memory.planning.sizes import ComponentSize
+from omnistage.memory.planning.sizes import FIXED_PARTS, ComponentSize
 from omnistage.memory.planning.work import PipelineWork
 
 FREE_STRATEGIES = Constraints().strategies
@@ -196,7 +196,7 @@ def _nothing_to_do(problem: Problem) -> str:
     obstacles = [
         f"{size.component}: {size.obstacle or 'no list of blocks is known'}"
         for size in problem.sizes.values()
-        if not size.blocks and size.part != "autoencoders"
+        if not size.blocks and size.part not in FIXED_PARTS
     ]
     return "finds no block that could stream" + (f" ({'; '.join(obstacles)})" if obstacles else "")
 

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     import torch
 
     from omnistage.memory.host.seams import BlockTransform
-    from omnistage.memory.offload.discovery import OffloadPlan
     from omnistage.memory.plan import LoadPlan
 
 ALLOCATION_BYTES = 512
 """What torch's allocator rounds to."""
+
+FIXED_PARTS = ("autoencoders", "resident")
+"""Components that never leave the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,9 @@ class BlockSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentSize:
-    """`part` is "denoisers", "encoders" or "autoencoders". `blocks` are those that can stream, in
-    execution order, `rest_bytes` all else. `is_mapped` says that the checkpoint's files hold the
-    wanted bytes; `obstacle`, why its blocks cannot stream although it has some."""
+    """`part` is "denoisers", "encoders", "autoencoders" or "resident". `blocks` are those that can
+    stream, in execution order, `rest_bytes` all else. `is_mapped` says that the checkpoint's files
+    hold the wanted bytes; `obstacle`, why its blocks cannot stream although it has some."""
 
     component: str
     part: str
@@ -80,16 +82,17 @@ def size_of(
     plan: LoadPlan,
     module: torch.nn.Module,
     transform: BlockTransform | None = None,
-    declared: OffloadPlan | None = None,
+    pipeline_class: type | None = None,
 ) -> ComponentSize:
-    """`module` is that of `empty_module`; `declared`, what the pipeline's class says of blocks."""
+    """`module` is that of `empty_module`; what `pipeline_class` declares of it is heard."""
     from omnistage.memory.host.modules import layout_of, streamed_tensors
     from omnistage.memory.host.preflight import directly_mappable, shared_tensor
-    from omnistage.memory.offload.discovery import part_of, streamable_blocks
+    from omnistage.memory.offload.discovery import part_of, plan_of, streamable_blocks
     from omnistage.memory.offload.placing import tensors_of
 
-    part = part_of(plan.component)
-    paths = [] if part == "autoencoders" else streamable_blocks(module, plan.component, declared)
+    part = part_of(plan.component, pipeline_class)
+    declared = plan_of(pipeline_class)
+    paths = [] if part in FIXED_PARTS else streamable_blocks(module, plan.component, declared, part)
     obstacle = shared_tensor(plan, paths)
     blocks = [
         BlockSize(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from omnistage.memory.offload.discovery import plan_of
+from omnistage.memory.offload.discovery import part_of
 from omnistage.memory.planning.inputs import (
     DENOISERS,
     Frame,
@@ -90,12 +90,11 @@ def survey_pipeline(
     """Nothing of the checkpoint is read. `transforms` quantize components, by name."""
     chosen = transforms or {}
     modules = {name: empty_module(one, chosen.get(name)) for name, one in plan.modules.items()}
-    declared = plan_of(plan.pipeline_class)
     sizes = {
-        name: size_of(one, modules[name], chosen.get(name), declared)
+        name: size_of(one, modules[name], chosen.get(name), plan.pipeline_class)
         for name, one in plan.modules.items()
     }
-    decoders = [name for name, size in sizes.items() if size.part == "autoencoders"]
+    decoders = [name for name, size in sizes.items() if _phase_of(size) == "decode"]
     scales = latent_scales(modules[decoders[0]] if decoders else None)
     surveyed = {}
     for name, module in modules.items():
@@ -109,6 +108,12 @@ def survey_pipeline(
         pixels_per_token=(2 * scales[0]) ** 2,
         notes=notes,
     )
+
+
+def _phase_of(size: ComponentSize) -> str:
+    """When it runs: for one that is declared resident, its name has to say."""
+    part = part_of(size.component) if size.part == "resident" else size.part
+    return PHASE_OF_PART[part]
 
 
 class _View:
@@ -126,7 +131,7 @@ class _View:
         self.size, self.module, self.shape = size, module, shape
         self.stage, self.dtype, self.scales = stage, dtype, scales
         self.cls_name = type(module).__name__
-        self.phase = PHASE_OF_PART[size.part]
+        self.phase = _phase_of(size)
 
     def survey(self) -> Survey:
         from omnistage.memory.planning.profile import profile_forward
