@@ -128,6 +128,20 @@ def test_what_a_start_would_refuse_is_refused_for_an_absent_device_too(model, ca
         assert "is not there yet; allowed: " in out
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--rank-parallel-size", "2"), "divides no work by itself"),
+        (("--request-batch-max-wait-ms", "5"), "has no effect with max_num_seqs=1"),
+    ],
+)
+def test_what_a_runtime_refuses_is_refused_wherever_it_would_run(model, capsys, flags, words):
+    chosen = ("--offload", "layerwise")
+    code, out = planned(capsys, model, "--device-memory-gib", "8", *chosen, *flags)
+    assert code == 2
+    assert words in out
+
+
 def test_who_copies_and_from_where_is_said(model, capsys):
     words = (model, "--device-memory-gib", "8", "--size", "64x64", "--memory", "minimal")
     words += ("--offload", "distributed-layerwise", "--data-parallel-size", "2")

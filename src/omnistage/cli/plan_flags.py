@@ -51,18 +51,18 @@ def add_plan_flags(parser: CommandParser) -> None:
 
 
 def resolve_as_if(args: argparse.Namespace) -> OmniConfig:
-    """The configuration, for a device that need not be here. Raises what a stage's runtime refuses
-    whatever the device."""
+    """The configuration, for a device that need not be here. Raises what a stage's runtime would
+    refuse there, as `resolve` does here."""
     from omnistage.engine.configure import configure
     from omnistage.stages.imports import load_object
 
     config = configure(args.model, deploy_config=args.deploy_config, overrides=overrides(args))
-    for stage in config.stages:
-        load_object(stage.stage.runtime).scheduler(replace(stage, offload="auto"))
-    stages = (
+    stages = tuple(
         replace(stage, devices=(AS_IF_DEVICE,) * len(stage.devices)) for stage in config.stages
     )
-    return replace(config, stages=tuple(stages))
+    for stage in stages:
+        load_object(stage.stage.runtime).scheduler(stage)
+    return replace(config, stages=stages)
 
 
 def facts_for(stage: ResolvedStage, args: argparse.Namespace) -> DeviceFacts:
