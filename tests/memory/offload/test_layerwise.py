@@ -76,17 +76,45 @@ def test_what_is_not_page_locked_is_staged(platform, name):
         with platform.watching_reads():
             assert torch.equal(run(module, name), expected)
         assert platform.unlocked_uploads == 0
-        assert not backend.describe()["page_locked"]
+        described = backend.describe()
+        assert (described["page_locked"], described["staging"]) == (False, "in use")
+        assert described["components"]["transformer"]["locked_bytes"] == 0
     assert platform.locked_bytes == 0
 
 
-def test_where_nothing_can_be_locked_copies_are_plain(platform):
+def test_where_nothing_can_be_locked_copies_are_plain_and_that_is_said(platform, caplog):
     module = built("qwen")
     expected = run(module, "qwen")
     platform.refuse_lock = {1, 2}
-    with offloaded(platform, Pipeline(transformer=module), placed(module)):
+    with offloaded(platform, Pipeline(transformer=module), placed(module)) as backend:
         assert torch.equal(run(module, "qwen"), expected)
+        assert backend.describe()["staging"] == "refused"
     assert platform.unlocked_uploads > 0
+    assert caplog.text.count("were refused on cpu") == 1
+
+
+def test_what_is_page_locked_is_said_by_component(platform):
+    modules = {"transformer": built("qwen"), "transformer_2": built("flux")}
+    one = Pipeline(transformer=modules["transformer"])
+    with offloaded(platform, one, placed(modules["transformer"])):
+        first_bytes = platform.locked_bytes
+    placement = placement_of(modules, page_lock_limit_bytes=first_bytes)
+    with offloaded(platform, Pipeline(**modules), placement) as backend:
+        described = backend.describe()
+        staging_bytes = platform.locked_bytes - first_bytes
+        assert staging_bytes > 0
+    assert (described["page_locked"], described["staging"]) == (False, "in use")
+    components = described["components"].values()
+    assert [one["page_locked"] for one in components] == [True, False]
+    assert [one["locked_bytes"] for one in components] == [first_bytes, 0]
+
+
+def test_nothing_is_staged_of_what_is_page_locked(platform):
+    module = built("qwen")
+    with offloaded(platform, Pipeline(transformer=module), placed(module)) as backend:
+        described = backend.describe()
+        assert (described["page_locked"], described["staging"]) == (True, "not needed")
+        assert described["components"]["transformer"]["locked_bytes"] == platform.locked_bytes > 0
 
 
 @pytest.mark.invariant("OFFLOAD-INV-003")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from omnistage.memory.offload.host import HostBlock, HostWeights
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
     from omnistage.memory.host.mapping import AnonymousMemory
     from omnistage.memory.host.page_lock import PageLocks
     from omnistage.platforms.base import Event, Platform
+
+logger = logging.getLogger(__name__)
+
+
+class Staging(StrEnum):
+    """Of pieces that are not page-locked."""
+
+    NOT_NEEDED = "not needed"
+    IN_USE = "in use"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -32,6 +44,10 @@ class BlockFetcher(Protocol):
 
     def prepare(self, weights: HostWeights, block: HostBlock, image: torch.Tensor) -> Transfer:
         """`image` is the slot's part for this block: 1-D uint8 on the device, `block.nbytes`."""
+
+    @property
+    def staging(self) -> Staging:
+        """What became of it for all that was prepared."""
 
     def close(self) -> None:
         """No transfer is under way. Idempotent."""
@@ -65,8 +81,10 @@ class LocalFetcher:
         return Transfer(start=start, occupies_host=not weights.is_page_locked)
 
     @property
-    def stages(self) -> bool:
-        return self._staging is not None
+    def staging(self) -> Staging:
+        if self._staging_refused:
+            return Staging.REFUSED
+        return Staging.NOT_NEEDED if self._staging is None else Staging.IN_USE
 
     def close(self) -> None:
         staging, self._staging = self._staging, None
@@ -77,6 +95,14 @@ class LocalFetcher:
         if self._staging is None and not self._staging_refused and self._staging_bytes:
             self._staging = _Staging.take(self._platform, self._device, self._staging_bytes)
             self._staging_refused = self._staging is None
+            if self._staging_refused:
+                logger.warning(
+                    "page-locked buffers of 2 x %d bytes were refused on %s: weights that are not "
+                    "page-locked are copied as they are, much below the link's rate; raise the "
+                    "limit of locked memory (ulimit -l) or keep more blocks resident",
+                    self._staging_bytes,
+                    self._device,
+                )
         return self._staging
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from omnistage.contracts.errors import StageLostError
-from omnistage.memory.offload.fetch import LocalFetcher, Transfer
+from omnistage.memory.offload.fetch import LocalFetcher, Staging, Transfer
 from omnistage.memory.offload.host import HostBlock, HostPiece, HostWeights
 from omnistage.memory.offload.sharding import Share
 from omnistage.parallel.failures import is_collective_fault, lost_rank
@@ -155,6 +155,10 @@ class GatherFetcher:
             enqueue(gather)
 
         return Transfer(start=start, occupies_host=self._occupies_host)
+
+    @property
+    def staging(self) -> Staging:
+        return self._local.staging
 
     def close(self) -> None:
         self._local.close()

@@ -108,8 +108,9 @@ class LayerwiseOffload:
         self._adopt()
 
     def describe(self) -> dict[str, Any]:
-        """Besides: "slot_bytes", "page_locked", "components" and, while enabled, what was
-        fetched."""
+        """Besides: "slot_bytes"; "page_locked": whether all streamed blocks are; "staging" of those
+        that are not (see `Staging`); "components" by name, with what of each is locked; and, while
+        enabled, what was fetched."""
         counted = {} if self._ring is None else self._ring.counters()
         return {"strategy": self.name, **self._described, **counted}
 
@@ -178,6 +179,7 @@ class LayerwiseOffload:
         self._described = {
             "slot_bytes": slot_bytes,
             "page_locked": locked,
+            "staging": str(fetcher.staging),
             "components": {one.name: _described(weights, blocks) for one, weights, blocks in held},
         }
         return ring, kept
@@ -209,4 +211,6 @@ def _described(weights: HostWeights, blocks: Sequence[HostBlock]) -> dict[str, A
         "streamed_blocks": len(blocks),
         "streamed_bytes": sum(block.copied_bytes for block in blocks),
         "host": str(weights.backing),
+        "page_locked": weights.is_page_locked,
+        "locked_bytes": weights.locked_bytes,
     }

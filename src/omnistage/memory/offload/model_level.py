@@ -144,8 +144,8 @@ class ModelLevelOffload:
 
     def describe(self) -> dict[str, Any]:
         """Besides: "components" by name (bytes, and whether it is a denoiser), "page_locked",
-        "delegated" where the pipeline moves its own parts, and how often and how much was
-        brought to the device."""
+        "locked_bytes", "delegated" where the pipeline moves its own parts, and how often and how
+        much was brought to the device."""
         counted = {"arrivals": self._arrivals, "arrived_bytes": self._arrived_bytes}
         return {"strategy": self.name, **self._described, **counted}
 
@@ -202,6 +202,7 @@ class ModelLevelOffload:
             undo.callback(enter_by(one.module, self._enter_hook(one)))
         self._described = {
             "page_locked": weights.is_page_locked,
+            "locked_bytes": weights.locked_bytes,
             "delegated": False,
             "components": {
                 one.name: {"bytes": one.block.nbytes, "denoiser": one.is_denoiser}
