@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omnistage.contracts.errors import CheckpointError, UnsupportedCombinationError
-from omnistage.memory.float8_layers import QuantizationRequest, converted_bytes
+from omnistage.memory.float8_layers import QuantizationRequest
 from omnistage.memory.host.preflight import directly_mappable
 from omnistage.memory.materialize import materialize
 from omnistage.memory.pipeline_plan import plan_pipeline
 from omnistage.memory.plan import SourceKind
 from omnistage.memory.planner import plan_module
+from omnistage.memory.planning.sizes import empty_module
 from omnistage.memory.renaming import rename
 from omnistage.quantization.config import resolve_quantization
 from omnistage.quantization.convert import convert_module, make_transforms, quantized_layers
@@ -243,17 +244,21 @@ def test_a_pipeline_with_a_quantized_transformer_is_planned_and_the_rest_is_not_
     assert not quantized_layers(plan.modules["text_encoder"].skeleton.look())
 
 
+def tensor_bytes(module):
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.nbytes for name, tensor in tensors}
+
+
 @pytest.mark.parametrize("component", ["transformer", "text_encoder"])
 def test_bytes_after_conversion_are_known_before_anything_is_read(component):
     plan = plan_pipeline(checkpoint("qwen_image"), dtype="bfloat16").modules[component]
     quantization = resolve_quantization({component: "fp8"})
     modules = {component: plan.skeleton.look()}
     transform = make_transforms(quantization, modules, device="cpu", float8=False)[component]
-    planned = converted_bytes(plan, transform)
+    planned = tensor_bytes(empty_module(plan, transform))
     loaded = materialize(plan, transform=transform)
     assert quantized_layers(loaded)
-    tensors = [*loaded.named_parameters(), *loaded.named_buffers()]
-    assert planned == {name: tensor.nbytes for name, tensor in tensors}
+    assert planned == tensor_bytes(loaded)
     assert sum(planned.values()) < plan.total_bytes
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omnistage.contracts.errors import CheckpointError, UnsupportedCombinationError
 from omnistage.memory.checkpoint import Checkpoint, StoredTensor
 from omnistage.memory.names import and_more
-from omnistage.memory.plan import LoadPlan, Skeleton, SourceKind
+from omnistage.memory.plan import Skeleton
 from omnistage.memory.quantized import stored_quantization, without_quantization
 from omnistage.memory.renaming import rename
 from omnistage.quantization.config import QuantizationPlan, check_precision
@@ -24,7 +24,6 @@ from omnistage.quantization.config import QuantizationPlan, check_precision
 if TYPE_CHECKING:
     import torch
 
-    from omnistage.memory.host.seams import BlockTransform
 
 SPELLINGS = {
     ".scale_weight": ".weight_scale",
@@ -107,24 +106,6 @@ def find_stored_layers(config: Any, checkpoint: Checkpoint) -> StoredLayers | No
         scale_shapes=shapes,
         unused_keys=tuple(unused),
     )
-
-
-def converted_bytes(plan: LoadPlan, transform: BlockTransform) -> dict[str, int]:
-    """What a module's tensors will take, by name, once `transform` has converted it; tied names,
-    which take nothing, are left out. Reads no weights."""
-    import torch
-
-    from omnistage.memory.host.modules import put
-
-    module = plan.skeleton.take()
-    tied = {name for name, one in plan.sources.items() if one.kind is SourceKind.TIED}
-    for name, source in plan.sources.items():
-        if name not in tied:
-            dtype = getattr(torch, source.dtype)
-            put(module, name, torch.empty(source.shape, dtype=dtype, device="meta"))
-    transform(module, "")
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.nbytes for name, tensor in tensors if name not in tied}
 
 
 def _install(

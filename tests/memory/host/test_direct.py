@@ -20,6 +20,7 @@ from omnistage.memory.materialize import materialize
 from omnistage.memory.plan import SourceKind
 from omnistage.memory.planner import plan_module
 from tests.memory.host.test_mapping import maps_of
+from tests.memory.offload.fake_device import late_device
 
 NAME = "transformer_blocks.1.attn.to_q.weight"
 
@@ -105,11 +106,21 @@ def write_in_order(file, names):
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
 
 
+def lockable_bytes(plan, blocks):
+    with late_device() as other:
+        weights = DirectWeights.open(plan, blocks)
+        assert weights.page_lock(other, "cpu", None)
+        locked_bytes = weights.locked_bytes
+        weights.close()
+    return locked_bytes
+
+
 @pytest.mark.invariant("HOST-INV-006")
 def test_blocks_that_adjoin_in_their_file_are_locked_with_one_call(aligned_plans, blocks, device):
+    needed_bytes = lockable_bytes(aligned_plans[0], blocks)
     weights = DirectWeights.open(aligned_plans[0], blocks)
     assert not weights.is_page_locked
-    assert weights.page_lock(device, "cpu", weights.lockable_bytes)
+    assert weights.page_lock(device, "cpu", needed_bytes)
     assert weights.page_lock(device, "cpu", 0), "locked already"
     assert device.lock_calls == 2, "single blocks, then what stays resident, then the others"
     assert weights.is_page_locked
@@ -119,6 +130,8 @@ def test_blocks_that_adjoin_in_their_file_are_locked_with_one_call(aligned_plans
     weights.close()
     assert device.locked == {}
     assert not weights.is_page_locked
+    with pytest.raises(AssertionError, match="closed"):
+        weights.page_lock(device, "cpu", None)
 
 
 @pytest.mark.invariant("HOST-INV-003")
@@ -159,8 +172,9 @@ def test_what_cannot_be_unlocked_stays_mapped(aligned_plans, blocks, device, mon
 
 @pytest.mark.invariant("HOST-INV-006")
 def test_beyond_the_limit_nothing_is_locked(aligned_plans, blocks, device):
+    needed_bytes = lockable_bytes(aligned_plans[0], blocks)
     weights = DirectWeights.open(aligned_plans[0], blocks)
-    assert not weights.page_lock(device, "cpu", weights.lockable_bytes - 1)
+    assert not weights.page_lock(device, "cpu", needed_bytes - 1)
     assert not weights.is_page_locked
     assert device.lock_calls == 0
     weights.close()

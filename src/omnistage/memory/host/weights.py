@@ -36,12 +36,8 @@ class MemoryWeights:
         """Whole pages; 0 when not locked."""
         return self._locks.locked_bytes if self._locks is not None else 0
 
-    @property
-    def lockable_bytes(self) -> int:
-        """What `page_lock` would lock."""
-        return sum(one.nbytes for one in self._ranges())
-
     def page_lock(self, platform: Platform, device: str, limit_bytes: int | None) -> bool:
+        assert not any(memory.is_closed for memory in self.memories), "closed"
         if self._locks is None:
             self._locks = PageLocks.acquire(self._ranges(), platform, device, limit_bytes)
         return self._locks is not None
