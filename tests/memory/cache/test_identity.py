@@ -15,7 +15,13 @@ from safetensors.torch import save_file
 
 from omnistage.config.resolved import ParallelConfig
 from omnistage.memory.cache import identity
-from omnistage.memory.cache.identity import RankShare, ingredients_of, input_key, summary
+from omnistage.memory.cache.identity import (
+    RankShare,
+    ingredients_of,
+    input_key,
+    plain_config,
+    summary,
+)
 from omnistage.memory.checkpoint import read_header
 from omnistage.memory.host.layout import BlockLayout, image_layout
 from omnistage.memory.plan import LoadPlan, Skeleton, SourceKind, TensorSource
@@ -233,3 +239,11 @@ def test_a_file_that_only_a_library_reads_is_sampled_too(tmp_path: Path) -> None
     before = key_of(plan, [])
     write(tmp_path / "a", seed=1)
     assert key_of(plan, []) != before
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_the_order_of_a_set_does_not_count(kind: type) -> None:
+    one, other = kind([0, 8]), kind([8, 0])
+    assert list(one) != list(other)
+    assert input_key(plain_config({"kept": one})) == input_key(plain_config({"kept": other}))
+    assert plain_config({"kept": kind({"b", "a", 1, None})}) == {"kept": ["a", "b", 1, None]}

@@ -96,7 +96,8 @@ def libraries(plan: LoadPlan) -> dict[str, str]:
 
 
 def plain_config(config: Any) -> Any:
-    """A configuration as plain values, without where it was read from."""
+    """A configuration as plain values, without where it was read from. Sets, whose order differs
+    between processes, are sorted."""
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     return _without_volatile(values)
 
@@ -110,6 +111,8 @@ def _without_volatile(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_without_volatile(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_without_volatile(inner) for inner in value), key=_canonical)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
