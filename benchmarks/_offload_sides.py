@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,6 +200,16 @@ def open_peer(shape: DenoiserShape, folder: str, device: str) -> Peer:
         non_blocking=True,
     )
     return Peer(module=module, load_s=loaded - started, offload_s=time.perf_counter() - loaded)
+
+
+def late_device() -> AbstractContextManager[Platform]:
+    """The CPU that plays a device in tests, which are beside the benchmarks and not installed."""
+    root = str(Path(__file__).parents[1])
+    if root not in sys.path:
+        sys.path.append(root)
+    from tests.memory.offload import fake_device
+
+    return fake_device.late_device()
 
 
 def forget() -> None:

@@ -38,6 +38,7 @@ from _offload_sides import (
     forget,
     forward,
     fp8_transforms,
+    late_device,
     link_rate,
     open_ours,
     open_peer,
@@ -334,7 +335,7 @@ def main() -> int:
         if args.save:
             args.save.write_text(json.dumps(result, indent=1) + "\n")
 
-    with _late_device() if args.tiny else nullcontext():
+    with late_device() if args.tiny else nullcontext():
         platform = platform_of(device)
         for name in args.models:
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -360,12 +361,6 @@ def main() -> int:
     keep()
     print(json.dumps(result))
     return 0 if result.get("met") or args.tiny else 1
-
-
-def _late_device() -> Any:
-    from tests.memory.offload.fake_device import late_device
-
-    return late_device()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,16 @@ from _offload_models import (
     smaller,
     write_checkpoint,
 )
-from _offload_sides import COMPONENT, compiled, forget, forward, open_ours, peak_bytes, timed_s
+from _offload_sides import (
+    COMPONENT,
+    compiled,
+    forget,
+    forward,
+    late_device,
+    open_ours,
+    peak_bytes,
+    timed_s,
+)
 
 from omnistage.cli.facts import hardware, versions
 from omnistage.config.pipeline import ExecutionType, StageConfig
@@ -236,7 +245,7 @@ def main() -> int:
     device = "cpu" if args.tiny else "cuda:0"
     result: Found = {"name": "planner", "hardware": hardware(), "versions": versions()}
     result |= {"workload": "one guided step by model, size and budget", "rows": []}
-    with late() if args.tiny else nullcontext():
+    with late_device() if args.tiny else nullcontext():
         platform = platform_of(device)
         for name in args.models:
             cases = tuple(small(case) if args.tiny else case for case in CASES[name])
@@ -259,12 +268,6 @@ def small(case: Case) -> Case:
         frames=min(case.frames, 5),
         budgets_gib=(None, 0.05),
     )
-
-
-def late() -> Any:
-    from tests.memory.offload.fake_device import late_device
-
-    return late_device()
 
 
 if __name__ == "__main__":
