@@ -1,4 +1,4 @@
-"""The benchmarks of offload and planner run on a CPU that plays a device, and judge what they see."""
+"""Benchmarks of offload and planner run on a CPU that plays a device, and judge what they see."""
 
 from __future__ import annotations
 
