@@ -162,13 +162,15 @@ def test_the_devices_copy_is_dropped_and_the_hosts_kept(platform):
     parts = pipeline()
     with offloaded(platform, parts) as backend, torch.no_grad():
         parts.text_encoder(torch.arange(5)[None])
-        held = weakref.ref(next(one for one in backend._swapped if one.image is not None).image)
-        on_host = [one.on_host[0].data_ptr() for one in backend._swapped]
+        held = weakref.ref(
+            next(one for one in backend._turns.components if one.image is not None).image
+        )
+        on_host = [one.on_host[0].data_ptr() for one in backend._turns.components]
         run(parts.transformer, "qwen")
         gc.collect()
         assert held() is None
-        assert on_host == [one.on_host[0].data_ptr() for one in backend._swapped]
-        encoder = backend._swapped[0]
+        assert on_host == [one.on_host[0].data_ptr() for one in backend._turns.components]
+        encoder = backend._turns.components[0]
         assert all(
             tensor.data_ptr() == waiting.data_ptr()
             for tensor, waiting in zip(encoder.tensors, encoder.on_host, strict=True)

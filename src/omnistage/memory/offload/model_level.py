@@ -8,13 +8,11 @@ leaving copies nothing back, it drops the device's copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from omnistage.contracts.errors import ConfigurationError, UnsupportedCombinationError
-from omnistage.memory.host.layout import view
 from omnistage.memory.host.private import PrivateWeights
 from omnistage.memory.offload.checks import check_blocks, tensor_at
 from omnistage.memory.offload.discovery import (
@@ -27,11 +25,11 @@ from omnistage.memory.offload.entries import enter_by
 from omnistage.memory.offload.hooks import claim, watch_adapters
 from omnistage.memory.offload.host import HostBlock, HostWeights
 from omnistage.memory.offload.placing import MovedTensors, tensors_of
+from omnistage.memory.offload.turns import Swapped, Turns
 from omnistage.memory.placement import Placement, Residency
-from omnistage.platforms.base import Event, Platform
+from omnistage.platforms.base import Platform
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -46,27 +44,6 @@ class DelegatesOffload(Protocol):
     def enable_omni_model_cpu_offload(self, *, device: str, pin_memory: bool) -> None: ...
 
     def disable_omni_model_cpu_offload(self) -> None: ...
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class _Swapped:
-    """A component. `tensors` are those in its image; `image` is on the device while it is there."""
-
-    name: str
-    module: nn.Module
-    is_denoiser: bool
-    block: HostBlock
-    tensors: tuple[torch.Tensor, ...]
-    on_host: tuple[torch.Tensor, ...]
-    arrived: Event
-    image: torch.Tensor | None = None
-
-    def bind(self, values: Sequence[torch.Tensor]) -> None:
-        for tensor, value in zip(self.tensors, values, strict=True):
-            tensor.data = value
-
-    def excludes(self, other: _Swapped) -> bool:
-        return other is not self and (self.is_denoiser or other.is_denoiser)
 
 
 class ModelLevelOffload:
@@ -87,10 +64,8 @@ class ModelLevelOffload:
         self._platform = platform
         self._device = device
         self._undo: ExitStack | None = None
-        self._copies: Any = None
-        self._swapped: tuple[_Swapped, ...] = ()
+        self._turns = Turns(platform, device)
         self._described: dict[str, Any] = {}
-        self._arrivals = self._arrived_bytes = 0
 
     @property
     def is_enabled(self) -> bool:
@@ -135,23 +110,17 @@ class ModelLevelOffload:
     def refresh(self) -> None:
         """Weights were written to where they are now (adapters fused): the host gets them too."""
         assert self._undo is not None, "not enabled"
-        self._platform.synchronize(self._device)
-        for one in self._swapped:
-            if one.image is not None:
-                for piece in one.block.pieces:
-                    stop = piece.offset_bytes + piece.source.numel()
-                    piece.source.copy_(one.image[piece.offset_bytes : stop])
+        self._turns.write_back()
 
     def describe(self) -> dict[str, Any]:
         """Besides: "components" by name (bytes, and whether it is a denoiser), "page_locked",
         "locked_bytes", "delegated" where the pipeline moves its own parts, and how often and how
         much was brought to the device."""
-        counted = {"arrivals": self._arrivals, "arrived_bytes": self._arrived_bytes}
-        return {"strategy": self.name, **self._described, **counted}
+        return {"strategy": self.name, **self._described, **self._turns.counters()}
 
     def on_device(self) -> tuple[str, ...]:
         """Names of the swapped components that are there now."""
-        return tuple(one.name for one in self._swapped if one.image is not None)
+        return tuple(one.name for one in self._turns.components if one.image is not None)
 
     def _check_free(self) -> None:
         if self._undo is not None:
@@ -192,30 +161,29 @@ class ModelLevelOffload:
             holder, paths, self._platform, self._device, self._placement.page_lock_limit_bytes
         )
         undo.callback(weights.close)
-        self._copies = self._platform.stream(self._device)
-        undo.callback(self._all_away)
-        self._swapped = tuple(
+        undo.callback(self._turns.end)
+        components = self._turns.begin(
             self._prepared(name, module, is_denoiser, holder, weights.blocks[path])
             for path, (name, (module, is_denoiser)) in zip(paths, chosen.items(), strict=True)
         )
-        for one in self._swapped:
-            undo.callback(enter_by(one.module, self._enter_hook(one)))
+        for one in components:
+            undo.callback(enter_by(one.module, self._turns.enter_hook(one)))
         self._described = {
             "page_locked": weights.is_page_locked,
             "locked_bytes": weights.locked_bytes,
             "delegated": False,
             "components": {
                 one.name: {"bytes": one.block.nbytes, "denoiser": one.is_denoiser}
-                for one in self._swapped
+                for one in components
             },
         }
-        return {id(tensor) for one in self._swapped for tensor in one.tensors}
+        return {id(tensor) for one in components for tensor in one.tensors}
 
     def _prepared(
         self, name: str, module: nn.Module, is_denoiser: bool, holder: nn.Module, block: HostBlock
-    ) -> _Swapped:
+    ) -> Swapped:
         tensors = tuple(tensor_at(holder, place.name) for place in block.places)
-        return _Swapped(
+        return Swapped(
             name=name,
             module=module,
             is_denoiser=is_denoiser,
@@ -231,60 +199,6 @@ class ModelLevelOffload:
             device=self._device, pin_memory=self._placement.page_lock_limit_bytes != 0
         )
         self._described = {"delegated": True}
-
-    def _enter_hook(self, one: _Swapped) -> Callable[..., None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if one.image is None:
-                self._bring(one)
-            one.arrived.wait(self._platform.current_stream(self._device))
-
-        return before
-
-    def _bring(self, one: _Swapped) -> None:
-        """Raises the device's out of memory; then the component is still on the host."""
-        import torch
-
-        leaving = [other for other in self._swapped if other.image is not None]
-        leaving = [other for other in leaving if one.excludes(other)]
-        for other in leaving:
-            self._send_away(other)
-        if leaving:
-            self._platform.empty_cache(self._device)
-        with torch.inference_mode(False), torch.no_grad():
-            image = torch.empty(one.block.nbytes, dtype=torch.uint8, device=self._device)
-            try:
-                self._copy(one, image)
-            except BaseException:
-                self._copies.synchronize()
-                raise
-            one.bind([view(image, place) for place in one.block.places])
-        one.image = image
-        self._arrivals += 1
-        self._arrived_bytes += one.block.copied_bytes
-
-    def _copy(self, one: _Swapped, image: torch.Tensor) -> None:
-        """The image's memory may have been another's, whose readers are on the current stream."""
-        free = self._platform.event(self._device)
-        free.record(self._platform.current_stream(self._device))
-        free.wait(self._copies)
-        with self._platform.stream_scope(self._copies):
-            for piece in one.block.pieces:
-                stop = piece.offset_bytes + piece.source.numel()
-                self._platform.upload(image[piece.offset_bytes : stop], piece.source)
-            one.arrived.record(self._copies)
-
-    def _send_away(self, one: _Swapped) -> None:
-        one.bind(one.on_host)
-        one.image = None
-
-    def _all_away(self) -> None:
-        self._copies.synchronize()
-        self._platform.synchronize(self._device)
-        for one in self._swapped:
-            self._send_away(one)
-        self._swapped = ()
-        self._copies = None
-        self._platform.empty_cache(self._device)
 
 
 def _holder(modules: Mapping[str, nn.Module]) -> nn.Module:
