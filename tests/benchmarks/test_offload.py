@@ -13,10 +13,10 @@ from tests.benchmarks.test_benchmarks import DEADLINE_S, KEYS, ROOT, toy
 @pytest.mark.slow
 def test_offload(tmp_path) -> None:
     folders = ("--folder", str(tmp_path), "--cache-folder", str(tmp_path))
-    code, result = toy("offload", *folders)
+    code, result = toy("offload", "--models", "qwen", *folders)
     assert code == 0
     assert set(result) >= KEYS
-    assert set(result["models"]) == {"qwen", "wan"}
+    assert set(result["models"]) == {"qwen"}
     qwen = result["models"]["qwen"]
     assert [row["residency"] for row in qwen["streamed"]] == [0.0, 0.5, 0.9]
     for row in qwen["streamed"]:
@@ -27,10 +27,10 @@ def test_offload(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_planner(tmp_path) -> None:
-    code, result = toy("planner", "--models", "qwen", "--folder", str(tmp_path))
+    code, result = toy("planner", "--models", "flux", "--folder", str(tmp_path))
     assert code == 0
     assert set(result) >= KEYS
-    assert result["combinations"] == len(result["rows"]) == 6
+    assert result["combinations"] == len(result["rows"]) == 2
     errors = [abs(row["step_error"]) for row in result["rows"]]
     assert result["worst_step_error"] == max(errors)
     assert not result["met"], "a toy on a busy machine meets no target"

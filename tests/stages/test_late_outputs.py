@@ -137,6 +137,7 @@ def test_outputs_of_aborted_children_are_dropped() -> None:
         waiting = bench.submit("waiting", counting(1, late="now"))
         bench.submit("marker")
         assert bench.until(Output).identity.request_id == "marker"
+        assert odd_runtime.at_gate.wait(20), "the gated work has not begun"
         assert bench.held()["late_outputs"] == 2
         for child in (running, waiting):
             bench.abort(child)

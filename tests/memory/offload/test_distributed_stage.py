@@ -110,7 +110,8 @@ def test_of_the_runtime_cache_each_rank_locks_its_share(alone, tmp_path):
                 np.testing.assert_array_equal(pixels(answer), alone("flux")[name])
         component = described["offload"]["components"]["transformer"]
         assert component["host"] == "runtime_cache"
-        assert (described["private_bytes"] > 0) == (start == 0)
+        if start:  # The first time, either rank may be the one that fills it.
+            assert described["private_bytes"] == 0
         blocks = component["streamed_blocks"]
         assert described["locked_bytes"] <= component["streamed_bytes"] + 2 * 4096 * blocks
         assert component["streamed_bytes"] <= 0.51 * described["offload"]["gathered_bytes"]
