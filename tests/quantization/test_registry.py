@@ -19,7 +19,7 @@ def test_methods_to_come_are_refused_as_such(name):
 def test_unknown_methods_name_the_nearest():
     with pytest.raises(ConfigurationError, match="'fp9' is unknown; did you mean 'fp8'"):
         resolve_method("fp9")
-    with pytest.raises(ConfigurationError, match="allowed: none, fp8$"):
+    with pytest.raises(ConfigurationError, match=r"allowed: none, fp8$"):
         resolve_method("zzzz")
 
 
