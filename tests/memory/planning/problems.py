@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
+from omnistage.config.schema import STAGE_KEYS
 from omnistage.memory.budget import DeviceBudget
 from omnistage.memory.planning.candidates import Constraints
-from omnistage.memory.planning.choose import MODES
 from omnistage.memory.planning.facts import H200, DeviceFacts
 from omnistage.memory.planning.refusal import FREE_STRATEGIES, Problem
 from omnistage.memory.planning.sizes import BlockSize, ComponentSize
@@ -112,6 +114,6 @@ def problems(draw, budget_mib: st.SearchStrategy[int] | None = None) -> Problem:
         budget_bytes=budget_bytes,
         facts=facts,
         constraints=constraints,
-        memory=draw(st.sampled_from(MODES)),
+        memory=draw(st.sampled_from(get_args(STAGE_KEYS["memory"].type))),
         is_set=budget_bytes < free_bytes,
     )

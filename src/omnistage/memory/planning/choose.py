@@ -9,8 +9,6 @@ from omnistage.memory.planning.candidates import Candidate
 from omnistage.memory.planning.refusal import Problem, Refusal, refuse
 from omnistage.memory.planning.work import PHASES
 
-MODES = ("auto", "speed", "balanced", "minimal")
-
 BALANCED_SHARE = 0.10
 """Of the budget that `balanced` leaves free, or room for a second request of the shape, whichever
 is more."""

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING
 from omnistage.contracts.errors import UnsupportedCombinationError
 from omnistage.memory.placement import Placement
 from omnistage.memory.planning.facts import DeviceFacts
-from omnistage.memory.planning.measure import measure_link, measure_ops, op_times_path
+from omnistage.memory.planning.measure import (
+    LIMIT_S,
+    measure_link,
+    measure_ops,
+    op_times_path,
+)
 from omnistage.memory.planning.place import plan_placement
 from omnistage.memory.planning.shape import RequestShape
-from omnistage.memory.planning.survey import survey_pipeline
+from omnistage.memory.planning.survey import PipelineSurvey, survey_pipeline
 
 if TYPE_CHECKING:
     from omnistage.config.resolved import ResolvedStage
@@ -37,10 +42,7 @@ def place_on_device(
     survey = survey_pipeline(plan, stage, shape, transforms)
     if platform.offload_unavailable_reason() is not None:
         return plan_placement(plan, stage, facts, shape, survey=survey)
-    facts = with_measured_link(platform, facts)
-    cache = op_times_path(stage.weight_cache_dir)
-    measured_s = measure_ops(survey.ops, platform, facts, cache=cache)
-    return plan_placement(plan, stage, facts, shape, survey=survey, measured_s=measured_s)
+    return _measured(plan, stage, platform, facts, survey, limit_s=LIMIT_S)
 
 
 def place_for_serving(
@@ -58,10 +60,23 @@ def place_for_serving(
     placement = plan_placement(plan, stage, facts, shape, survey=survey)
     if placement.strategy == "none" or platform.device_type == "cpu":
         return placement
+    return _measured(plan, stage, platform, facts, survey, limit_s=0.0)
+
+
+def _measured(
+    plan: PipelinePlan,
+    stage: ResolvedStage,
+    platform: Platform,
+    facts: DeviceFacts,
+    survey: PipelineSurvey,
+    *,
+    limit_s: float,
+) -> Placement:
+    """`limit_s` 0 tries no operation: what was kept of them serves."""
     facts = with_measured_link(platform, facts)
     cache = op_times_path(stage.weight_cache_dir)
-    kept_s = measure_ops(survey.ops, platform, facts, cache=cache, limit_s=0.0)
-    return plan_placement(plan, stage, facts, shape, survey=survey, measured_s=kept_s)
+    measured_s = measure_ops(survey.ops, platform, facts, cache=cache, limit_s=limit_s)
+    return plan_placement(plan, stage, facts, survey.shape, survey=survey, measured_s=measured_s)
 
 
 def with_measured_link(platform: Platform, facts: DeviceFacts) -> DeviceFacts:
