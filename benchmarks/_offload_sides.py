@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from _offload_models import DenoiserShape
+from torch._inductor import config as inductor_config
 
 from omnistage.diffusion.compilation import CompiledBlocks
 from omnistage.diffusion.fused_layers import FusedLayers
@@ -112,13 +114,16 @@ def fp8_transforms(plan: PipelinePlan, platform: Platform, modulation: bool) -> 
 
 @contextmanager
 def compiled(module: torch.nn.Module, *, on: bool) -> Iterator[None]:
+    """Every compilation finds the same kernels: torch 2.11 times two sizes of a wide reduction
+    anew each time, and which wins decides how sums are rounded (pytorch issue 189121)."""
     if not on:
         yield
         return
     blocks = CompiledBlocks(module)
     blocks.install()
     try:
-        yield
+        with inductor_config.patch(dynamic_scale_rblock=False):
+            yield
     finally:
         blocks.close()
 
@@ -131,19 +136,21 @@ def forward(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Callable[[], 
     return run
 
 
-def timed_s(platform: Platform, device: str, work: Callable[[], Any], rounds: int = 3) -> float:
-    """Median seconds of one call, by the device's own clock where it has one."""
+def timed_s(platform: Platform, device: str, work: Callable[[], Any], rounds: int = 4) -> float:
+    """Median seconds of one call, by the device's own clock where it has one.
+
+    Calls follow each other without a pause, as steps do: in a pause, copies for the next call would
+    go on and be counted nowhere.
+    """
+    stream = platform.current_stream(device)
+    marks = [platform.event(device, timing=True) for _ in range(rounds + 1)]
     work()
-    platform.synchronize(device)
-    taken = []
-    for _ in range(rounds):
-        begin, end = platform.event(device, timing=True), platform.event(device, timing=True)
-        begin.record(platform.current_stream(device))
+    marks[0].record(stream)
+    for mark in marks[1:]:
         work()
-        end.record(platform.current_stream(device))
-        platform.synchronize(device)
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(taken)
+        mark.record(stream)
+    platform.synchronize(device)
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / 1e3
 
 
 def peak_bytes(platform: Platform, device: str, work: Callable[[], Any]) -> int:

@@ -96,17 +96,20 @@ def problems(draw, budget_mib: st.SearchStrategy[int] | None = None) -> Problem:
         working(one, draw(st.integers(0, 50)), draw(st.floats(0.01, 5)), draw(st.integers(1, 2)))
         for one in sizes
     ]
-    budget_bytes = draw(budget_mib or st.integers(1, 600)) * MIB
+    budgets_mib = (
+        st.integers(1, 900).map(lambda less: 901 - less) if budget_mib is None else budget_mib
+    )
+    budget_bytes = draw(budgets_mib) * MIB
     free_bytes = max(budget_bytes, draw(st.integers(1, 600)) * MIB)
-    facts = facts_of(free_bytes, draw(st.sampled_from([1, 40, 10_000])) * MIB)
+    facts = facts_of(free_bytes, draw(st.sampled_from([10_000, 10_000, 40, 1])) * MIB)
     strategies = draw(
-        st.sampled_from([FREE_STRATEGIES, ("none",), ("model",), ("layerwise",), ("none",)])
+        st.sampled_from([FREE_STRATEGIES, FREE_STRATEGIES, ("none",), ("model",), ("layerwise",)])
     )
     constraints = Constraints(
         strategies=strategies,
         resident_layers=draw(st.sampled_from([None, None, 0, 2])),
         runtime_cache=draw(st.sampled_from(["auto", "on", "off"])),
-        page_lock_limit_bytes=draw(st.sampled_from([None, 0, 30 * MIB])),
+        page_lock_limit_bytes=draw(st.sampled_from([None, None, 0, 30 * MIB])),
     )
     return problem(
         sizes,

@@ -170,7 +170,7 @@ def test_leading_residents_are_what_was_asked_for():
     assert made.candidate.residents["transformer"] == tuple(range(7))
     made = choose(qwen_like(9, constraints=constraints))
     assert isinstance(made, Refusal)
-    assert "dlo_resident_layers 2" in made.message
+    assert "dlo_resident_layers 1" in made.message
     assert "7 leading blocks" in made.message
 
 

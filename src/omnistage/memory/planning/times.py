@@ -25,7 +25,7 @@ POINTWISE_SHARE = 0.5
 """Of the rate at which a device's memory is copied, what operations reach that do little else."""
 
 FLOAT8_GAIN = 1.8
-"""Rate of matrix products in float8 over that in bfloat16; data sheets say 2. To be calibrated."""
+"""Rate of matrix products in float8 over that in bfloat16; data sheets say 2. Not measured."""
 
 FUSED_TRAFFIC = 0.5
 """Of the time of pointwise operations, what remains when blocks are compiled: neighbours become one
@@ -35,9 +35,9 @@ COMPILED_HOST_SHARE = 0.7
 """Of what the host needs to start operations, the part that compiled blocks still need."""
 
 
-COMPILED_ACTIVATIONS = 1.2
+COMPILED_ACTIVATIONS = 1.1
 """Highest use of memory by compiled blocks over what `fusion.py` finds: measured on an H200 with
-torch 2.11, 1.29 for Qwen-Image at 1024x1024 and 1.13 for Wan 14B at 832x480, 17 frames."""
+torch 2.11, 1.05 to 1.07 for Qwen-Image at 1024x1024."""
 
 
 @dataclass(frozen=True, kw_only=True)
