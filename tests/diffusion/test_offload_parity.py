@@ -98,7 +98,7 @@ def test_pictures_are_the_same_to_the_bit(platform, family, mode, batch, strateg
 
 @pytest.mark.invariant("DIFF-RUNTIME-INV-070")
 def test_a_budget_alone_makes_the_planner_move_weights(platform):
-    """`auto`, with less than the resident pipeline takes."""
+    """`auto`, with less than the resident pipeline takes, fragments among it."""
     mode = "request"
     shape = {"height": 32, "width": 32}
     planned = {"default_sampling_params": shape}
@@ -109,7 +109,7 @@ def test_a_budget_alone_makes_the_planner_move_weights(platform):
     finally:
         executor.close()
     needed_bytes = placement["prediction"]["device_peak_bytes"]
-    budget_gib = 0.98 * needed_bytes / 2**30
+    budget_gib = 1.15 * needed_bytes / 2**30
     changes = {"memory": "auto", "memory_budget_gib": budget_gib, **planned}
     with crowd("qwen_image", **settings(mode, "auto", **changes)) as stage:
         assert stage.executor._offload.describe()["strategy"] != "none"

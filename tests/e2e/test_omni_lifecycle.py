@@ -121,7 +121,8 @@ async def test_an_abort_frees_everything_and_ends_the_stream(
     began_s = time.perf_counter()
     assert await omni.engine.abort(listening.request_id)
     freed_s = time.perf_counter()
-    assert await omni.held() == {}
+    assert await omni.held_after_abort() == {}
+    await omni.until_free()
     with pytest.raises(RequestCancelledError):
         await listening.task
     ms = {

@@ -61,6 +61,11 @@ class Served:
             found[f"stage {stage}: blocks"] = (await self.stats(stage))["kv_blocks_used"]
         return {name: count for name, count in found.items() if count}
 
+    async def held_after_abort(self) -> dict[str, int]:
+        """But for late outputs: one that is being made cannot be interrupted."""
+        held = await self.held()
+        return {name: count for name, count in held.items() if not name.endswith("late_outputs")}
+
     @property
     def token_stages(self) -> list[int]:
         kinds = [stage.stage.execution_type for stage in self.engine.config.stages]
