@@ -18,8 +18,8 @@ from training.tiny_image.render import render_scene
 from training.tiny_image.scenes import Scene, Thing, random_scene
 
 MAX_CHECKPOINT_BYTES = 12_000_000
-ONE_THING_PROMPTS = 140
-TWO_THINGS_PROMPTS = 80
+ONE_THING_PROMPTS = 100
+TWO_THINGS_PROMPTS = 60
 CLASSES = {
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "text_encoder": "Qwen2_5_VLForConditionalGeneration",
