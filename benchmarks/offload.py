@@ -325,10 +325,9 @@ def main() -> int:
     flags.add_argument("--models", nargs="+", default=["qwen", "wan"])
     flags.add_argument("--tiny", action="store_true")
     flags.add_argument("--save", type=Path, help="write the result here, after every part")
-    flags.add_argument("--add-to", type=Path, help="a result whose other models are kept")
     args = flags.parse_args()
     device = "cpu" if args.tiny else "cuda:0"
-    models: dict[str, Found] = json.loads(args.add_to.read_text())["models"] if args.add_to else {}
+    models: dict[str, Found] = {}
     result: Found = {"name": "offload", "hardware": hardware(), "versions": versions()}
     result |= {"workload": WORKLOAD, "models": models}
 

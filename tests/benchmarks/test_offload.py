@@ -31,6 +31,8 @@ def test_planner(tmp_path) -> None:
     assert code == 0
     assert set(result) >= KEYS
     assert result["combinations"] == len(result["rows"]) == 2
+    assert {row["strategy"] for row in result["rows"]} == {"layerwise"}
+    assert result["out_of_memory"] == 0
     errors = [abs(row["step_error"]) for row in result["rows"]]
     assert result["worst_step_error"] == max(errors)
     assert not result["met"], "a toy on a busy machine meets no target"

@@ -42,8 +42,10 @@ def test_every_operation_of_a_pass_can_be_tried_again(profile, facts):
 def test_what_was_measured_is_read_by_another_process(profile, facts, tmp_path):
     path = tmp_path / "cache" / "op_times.json"
     first = measure_ops(profile.ops, CPU, facts, cache=path, limit_s=60)
+    written = path.stat()
     again = measure_ops(profile.ops, CPU, facts, cache=path, limit_s=0)
     assert again == first
+    assert path.stat().st_ino == written.st_ino, "nothing new was measured, yet it was written"
     assert OpTimeCache(path, "another device").read() == {}
     assert [one.name for one in path.parent.iterdir()] == ["op_times.json"]
 

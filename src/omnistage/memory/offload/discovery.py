@@ -67,8 +67,7 @@ _DECLARATIONS = {
 
 def plan_of(pipeline: Any) -> OffloadPlan | None:
     """What the class of a pipeline declares; also of the class itself."""
-    cls = pipeline if isinstance(pipeline, type) else type(pipeline)
-    plan = getattr(cls, "_offload_plan", None)
+    plan = getattr(_class_of(pipeline), "_offload_plan", None)
     assert plan is None or isinstance(plan, OffloadPlan), "_offload_plan must be an OffloadPlan"
     return plan
 
@@ -103,7 +102,7 @@ def part_of(name: str, pipeline: Any = None) -> str:
     decides instead: a component counts as what is declared of it, else of the first part declared
     inside it; one of which nothing is declared is "resident".
     """
-    cls = pipeline if isinstance(pipeline, type) else type(pipeline)
+    cls = _class_of(pipeline)
     declared = {part: tuple(getattr(cls, one, ())) for part, one in _DECLARATIONS.items()}
     if any(declared.values()):
         exact = [part for part, paths in declared.items() if name in paths]
@@ -252,6 +251,10 @@ def _with_weights(module: nn.Module, paths: list[str]) -> list[str]:
         elif any(True for _ in block.parameters()):
             found.append(path)
     return found
+
+
+def _class_of(pipeline: Any) -> type:
+    return pipeline if isinstance(pipeline, type) else type(pipeline)
 
 
 def _is_above(root: str, paths: tuple[str, ...]) -> bool:

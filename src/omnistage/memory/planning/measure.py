@@ -45,6 +45,7 @@ def measure_ops(
     """
     store = OpTimeCache(cache, facts.label) if cache is not None else None
     known = store.read() if store is not None else {}
+    kept = len(known)
     found: dict[OpSignature, float] = {}
     end = time.monotonic() + limit_s
     for op in sorted(ops, key=lambda op: -ops[op] * roofline_s(op, facts)):
@@ -54,7 +55,7 @@ def measure_ops(
         if seconds is not None:
             found[op] = known[op.key] = seconds
     platform.empty_cache(facts.device)
-    if store is not None:
+    if store is not None and len(known) > kept:
         store.write(known)
     return found
 
